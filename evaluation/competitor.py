@@ -35,12 +35,10 @@ class Competitor:
     """Identifies what names and settings do not, such as a head's weights."""
 
     def at(self, number: int) -> "Competitor":
-        """The same at one of its settings."""
         return replace(self, settings=(self.settings[number],))
 
     @property
     def head(self) -> str:
-        """Name of the head that the policy reads; empty if it reads none."""
         return head_in(self.name)
 
 
@@ -64,19 +62,18 @@ def competitors_of(
     max_draft_length: int,
     policies: Sequence[str] = (),
 ) -> list[Competitor]:
-    """All grids of an evaluation but the bounds.
+    """Everything that competes but the bounds.
 
     Args:
         grids: policy -> parameter -> values, instead of the built-in values of that policy.
         heads: by name; each is a competitor.
         max_draft_length: the longest fixed length.
-        policies: names of those that compete, as decode.policies has them; empty: all. Fixed lengths, which everything
-            is measured against, are always among them.
+        policies: names of those that compete, and fixed lengths, which gains are measured from; empty: all.
 
     Raises:
         ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
-    names = dict.fromkeys(["fixed_length", *policies]) if policies else POLICIES
+    names = ["fixed_length", *policies] if policies else POLICIES
     values = {name: registered(name).values(max_draft_length) for name in names}
     if policies and (left_out := [name for name in grids if name not in values]):
         raise ValueError(
@@ -105,9 +102,7 @@ def competitors_of(
 def competitors_with(
     experiment: Experiment, heads: Mapping[str, AcceptanceHead], *, has_heads: bool = False
 ) -> list[Competitor]:
-    """Grids of everything that competes in an experiment with these heads; `has_heads`: they do whatever
-    decode.policies says.
-    """
+    """`competitors_of` an experiment with these heads; `has_heads`: they compete whatever decode.policies says."""
     decode = experiment.decode
     policies = (*decode.policies, "head") if decode.policies and has_heads else decode.policies
     return competitors_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
@@ -116,11 +111,8 @@ def competitors_with(
 def make_competitor(
     family: str, name: str, parameters: Mapping[str, Sequence[Any]], *, kind: type[Policy] | None = None, **fixed: Any
 ) -> Competitor:
-    """All combinations of the values of some parameters of the policy `name`.
-
-    Args:
-        kind: class of the policy, instead of the registry's.
-        fixed: further arguments of the policy, such as a head.
+    """All combinations of these values of the policy `name`; `kind`: its class, instead of the registry's; `fixed`: its
+    other arguments, such as a head.
     """
     if empty := [key for key, values in parameters.items() if not len(values)]:
         raise ValueError(

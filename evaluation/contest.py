@@ -1,13 +1,12 @@
 """How the best setting is chosen: one contest between all competitors on one dataset at one set of times (law 4.10).
 
-    1. Every setting of every competitor is replayed on the dev and on the test prompts (`replay_dataset`). What a
-       policy does on a trace depends on no times, so this happens once.
-    2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev
-       (`best_setting`, which every command chooses by, also among settings that are decoded instead).
+    1. Every setting of every competitor is replayed on the dev and on the test prompts (`replay_dataset`), once: what a
+       policy does on a trace depends on no times.
+    2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev.
     3. That setting is judged on the test prompts: its `Result`.
 
-Two policies depend on the times: the rule of law 4.11 and the oracle. `hold_each` solves and replays them once for each
-set of times, and lets them compete with the rest.
+Two policies depend on the times: the rule of law 4.11 and the oracle. `hold_each` solves and replays them for each set
+of times.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,20 +47,18 @@ class Result:
     on_dev: float | None = None
     """Tokens per second on dev, by which the setting was chosen."""
     throughput: Throughput
-    """Tokens and seconds of each test prompt."""
+    """Of each test prompt."""
     played: Played | None = None
     """What this setting did on test; None if it was only clocked."""
     arm: Arm | None = None
-    """All settings of the competitor on this dataset."""
+    """All settings of the competitor."""
 
     @property
     def family(self) -> str:
-        """Family that the competitor belongs to."""
         return self.competitor.family
 
     @property
     def setting(self) -> Mapping[str, Any]:
-        """Parameters of the policy at this setting, by name."""
         return self.competitor.settings[self.number]
 
     @property
@@ -76,11 +73,9 @@ class Result:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput on test."""
         return float(self.throughput.tokens_per_s)
 
     def over(self, base: "Result") -> Gain:
-        """The gain over another result on the same prompts."""
         return gain_over(base.throughput, self.throughput)
 
     def percent_of(self, bound: "Result | None") -> float:
@@ -103,22 +98,17 @@ class Contest:
 
     @property
     def baseline(self) -> Result:
-        """The best fixed length, from which gains are measured."""
         return self.results[BASELINE]
 
     @property
     def num_prompts(self) -> int:
-        """Number of test prompts that every result was judged on."""
         return len(self.baseline.throughput.tokens)
 
     @cached_property
     def leaders(self) -> dict[str, Result]:
         """Group of families -> the result that is fastest on dev; groups without any are left out."""
-        members = {
-            group: [result for name, result in self.results.items() if belongs(name)]
-            for group, belongs in GROUPS.items()
-        }
-        return {group: fastest(results) for group, results in members.items() if results}
+        groups = {group: list(filter(belongs, self.results)) for group, belongs in GROUPS.items()}
+        return {group: fastest(self.results[name] for name in names) for group, names in groups.items() if names}
 
     @cached_property
     def best(self) -> Result:
@@ -126,7 +116,7 @@ class Contest:
         return fastest(result for name, result in self.results.items() if name not in REPLAYED)
 
     def gain(self, name: str, base: str = BASELINE) -> Gain:
-        """The gain of a family over another one, computed once."""
+        """The gain of a family over another one."""
         if (name, base) not in self._gains:
             self._gains[name, base] = self.results[name].over(self.results[base])
         return self._gains[name, base]
@@ -134,7 +124,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Replays:
-    """One dataset: its traces, and all arms that depend on no times."""
+    """The traces of one dataset, and all arms that depend on no times."""
 
     traces: Splits[Trace]
     arms: Sequence[Arm]
@@ -147,10 +137,10 @@ class Replays:
         for learns in is_online:
             name = f"auto_{head.timing}{'_online' * learns}"
             rules = autos_for(head, self.traces.dev, every, is_online=learns)
-            dev, test = (replay_settings(trace, side_by_side(rules)) for trace in self.traces)
+            played = [replay_settings(trace, side_by_side(rules)) for trace in self.traces]
             for number, rule in enumerate(rules):
                 competitor = Competitor(name, name, rule, ({},))
-                arms[number].append(Arm(competitor, dev.select([number]), test.select([number])))
+                arms[number].append(Arm(competitor, *(part.select([number]) for part in played)))
         return arms
 
     def oracle(self, times: Times) -> Arm:
@@ -161,20 +151,15 @@ class Replays:
 
 
 def hold(replays: Replays, times: Times, *, dataset: str = "", is_online: Sequence[bool] = (False, True)) -> Contest:
-    """The contest of one dataset at these times: `hold_each` of one."""
+    """`hold_each` at one set of times."""
     return hold_each(replays, [times], dataset=dataset, is_online=is_online)[0]
 
 
 def hold_each(
     replays: Replays, every: Sequence[Times], *, dataset: str = "", is_online: Sequence[bool] = (False, True)
 ) -> list[Contest]:
-    """The contest of one dataset at each of several times.
-
-    Args:
-        replays: of the dataset.
-        every: times of the pair, on this machine or others.
-        dataset: its name.
-        is_online: forms of `auto` that compete with the head that is fastest on dev: lambda from dev, learned online.
+    """The contest of one dataset at each of several times; `is_online`: forms of `auto` that compete with the head that
+    is fastest on dev: lambda from dev, learned online.
     """
     best_arms = [fastest_on_dev(replays.arms, times) for times in every]
     of_head: dict[AcceptanceHead, list[int]] = {}
@@ -193,12 +178,8 @@ def hold_each(
 
 
 def fastest_on_dev(arms: Iterable[Arm], times: Times, rivals: Mapping[str, Result] | None = None) -> dict[str, Result]:
-    """Family -> its arm and setting with the most tokens per second on dev, the first of equals, on test.
-
-    Args:
-        arms: what competes.
-        times: at which it does.
-        rivals: results that were chosen before and compete, too.
+    """Family -> its arm and setting with the most tokens per second on dev, the first of equals, on test; `rivals`
+    were chosen before and compete, too.
     """
     best = dict(rivals or {})
     for arm in arms:
@@ -242,8 +223,6 @@ def replay_dataset(
     """Every arm of one dataset, the bounds last.
 
     Args:
-        traces: of the dataset.
-        competitors: all but the bounds.
         perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
         name: of the dataset, for the progress bar.
     """

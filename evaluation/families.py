@@ -42,7 +42,6 @@ class Family(NamedTuple):
 
     @property
     def needs_training(self) -> bool:
-        """Whether it reads a trained head."""
         return self.kind in (PAPERS, HEADS, AUTO)
 
 
@@ -54,16 +53,12 @@ class Style(NamedTuple):
     marker: str
 
 
-_KINDS = {
-    BASELINE: LENGTHS,
-    "heuristic": LENGTHS,
-    "token_prob": PROBABILITIES,
-    PRODUCT: PROBABILITIES,
-    "max_prob": PROBABILITIES,
-    "entropy": ENTROPIES,
-    "self_verify": ENTROPIES,
-    "ada_edl": ENTROPIES,
-} | dict.fromkeys(RULES, ENGINES)
+_KINDS = (
+    dict.fromkeys((BASELINE, "heuristic"), LENGTHS)
+    | dict.fromkeys(("token_prob", PRODUCT, "max_prob"), PROBABILITIES)
+    | dict.fromkeys(("entropy", "self_verify", "ada_edl"), ENTROPIES)
+    | dict.fromkeys(RULES, ENGINES)
+)
 """Kinds of the policies that `decode.policies.registry` has from the start; those that users add are CUSTOM."""
 _TRAINED_AND_BOUNDS = {
     "head_specdec": Family("SpecDec++", PAPERS, "fed"),
@@ -100,11 +95,8 @@ HEADS_OF: dict[Timing, tuple[str, ...]] = {
 
 def families() -> dict[str, Family]:
     """Every known family by name, in the order of table rows; custom policies appear once they are registered."""
-    registered = {
-        name: Family(entry.label, _KINDS.get(name, CUSTOM))
-        for name, entry in (POLICIES | RULES).items()
-        if name != "head"
-    }
+    entries = (POLICIES | RULES).items()
+    registered = {name: Family(entry.label, _KINDS.get(name, CUSTOM)) for name, entry in entries if name != "head"}
     return {ALONE: Family("target alone", LENGTHS), **registered, **_TRAINED_AND_BOUNDS}
 
 

@@ -24,7 +24,7 @@ _STYLE = {
 
 
 class Plot(NamedTuple):
-    """A drawn figure, with its name and caption."""
+    """A drawn figure."""
 
     name: str
     caption: str
@@ -36,7 +36,7 @@ class Plot(NamedTuple):
 
 
 def figure_of(height: float) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes, narrow, so that its text stays readable on a page of 420 pixels."""
+    """A figure with one pair of axes, whose text stays readable on a page of 420 pixels."""
     figure, (axes,) = panels_of(1, width=4.4, height=height)
     return figure, axes
 
@@ -65,9 +65,7 @@ def legend_below(axes: Axes) -> None:
 
 
 def plot_of(name: str, caption: str, figure: Figure, **settings: Any) -> Plot:
-    """The figure as SVG text, the same bytes for the same figure; with settings of its axes, and a legend below them if
-    anything has a label.
-    """
+    """The figure as SVG, the same bytes for the same figure; with settings of its axes, and a legend of labels."""
     if settings:
         (axes, *_) = figure.axes
         axes.set(**settings)

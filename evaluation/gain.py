@@ -6,7 +6,7 @@ are drawn together.
 
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
-Both settings were fixed on dev, and times are taken as they are; tables name the times' errors in their titles.
+Both settings were fixed on dev, and times are taken as they are: titles of tables name their errors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ NUM_RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Splits(Generic[Kept]):
-    """What is kept of the dev prompts, which choose a setting, and the same of the test prompts, which judge it."""
+    """Something of the dev prompts, which choose a setting, and of the test prompts, which judge it."""
 
     dev: Kept
     test: Kept
@@ -47,28 +47,27 @@ class Throughput(NamedTuple):
         return self.tokens.sum(-1) / self.seconds.sum(-1)
 
     def at(self, index: int | slice | np.ndarray) -> "Throughput":
-        """The same of one setting, or of some prompts of one."""
+        """The same of some settings, or of some prompts of one."""
         return Throughput(self.tokens[index], self.seconds[index])
 
 
 class Gain(NamedTuple):
-    """A gain and how sure it is."""
+    """A gain and its 95 % interval."""
 
     value: float
     low: float
-    """95 % interval."""
     high: float
     standard_error: float
     """NaN for a single prompt, which cannot be resampled."""
 
     @property
     def text(self) -> str:
-        """The estimate in per cent, with its interval."""
+        """As in tables: +20.1% (+17.2%, +23.0%)."""
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
     @property
     def words(self) -> str:
-        """The same in whole per cent, as sentences have it: +20 % (17, 23)."""
+        """As in sentences: +20 % (17, 23)."""
         value, low, high = (round(100 * part) for part in (self.value, self.low, self.high))
         return f"{value:+d} % ({low}, {high})"
 
@@ -115,7 +114,5 @@ def _resamples(num_prompts: int) -> Float[np.ndarray, "resample prompt"]:
 
 
 def median_ratio(slower: Iterable[float], faster: Iterable[float]) -> float:
-    """How many times as fast, the median over prompts: a machine whose speed drifts slows both arms of a prompt
-    alike.
-    """
+    """How many times as fast, the median over prompts, of which a drifting machine slows both arms alike."""
     return median(float(slow / fast) for slow, fast in zip(slower, faster, strict=True))

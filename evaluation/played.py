@@ -1,4 +1,4 @@
-"""What a competitor did on the prompts of one split, counted: the record that times turn into seconds (law 4.9)."""
+"""What a competitor did on the prompts of one split: counts, which times turn into seconds (law 4.9)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,4 @@
-"""The one printer of every comparison: rows of cells to a terminal, the same rows to JSON, and records to the columns
-of a CSV; beside it, the names of written files.
-"""
+"""Tables for terminal, JSON, CSV and page; sentences, and the names of written files."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,29 +16,23 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 class Table(NamedTuple):
-    """A table for the terminal, JSON and the page."""
+    """Rows of cells with a title and a note."""
 
     title: str
-    """The things that are compared, where and at which costs; and whether figures are replayed, decoded or clocked."""
     rows: Sequence[Mapping[str, Any]]
     """Column -> cell; a cell may be in rich's markup, for bold."""
     note: str = ""
-    """Below the table: what it says, in words."""
+    """Below the table."""
     names: int = 1
     """How many columns, from the left, hold names; all others hold numbers."""
     headings: Sequence[str] = ()
-    """The columns, in order; where there are none given, those of the rows."""
+    """The columns, in order; if empty, those of the rows."""
     marks: Mapping[int, str] = {}
     """Number of a row -> `best`, which is bold, or `bound`, which is pale on the page."""
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns, in the order in which the rows have them."""
         return list(self.headings or dict.fromkeys(column for row in self.rows for column in row))
-
-    def column(self, heading: str) -> list[str]:
-        """The cells of one column, from the top."""
-        return [str(row.get(heading, "")) for row in self.rows]
 
     @property
     def cells(self) -> list[list[str]]:
@@ -48,7 +40,7 @@ class Table(NamedTuple):
         return [[str(row.get(column, "")) for column in self.columns] for row in self.rows]
 
     def table(self) -> RichTable:
-        """The table as it prints. What is too wide folds: a figure that is cut says nothing."""
+        """The table as it prints; cells that are too wide fold."""
         table = RichTable(title=self.title, caption=self.note or None, caption_justify="left")
         for index, heading in enumerate(self.columns):
             table.add_column(heading, justify="left" if index < self.names else "right", overflow="fold")
@@ -61,19 +53,16 @@ class Table(NamedTuple):
         _wide_console(width).print(self.table())
 
     def as_dict(self) -> dict[str, Any]:
-        """The table as JSON has it."""
         return {"title": self.title, "rows": list(self.rows), "note": self.note}
 
 
 def shown(records: Iterable[Mapping[str, Any]], columns: Columns) -> list[dict[str, str]]:
     """Rows of a table: the values of records, in the form of their columns; None shows as nothing."""
-    return [
-        {
-            heading: "" if record[name] is None else format(record[name], form)
-            for heading, (name, form) in columns.items()
-        }
-        for record in records
-    ]
+
+    def cell(value: Any, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [{heading: cell(record[name], form) for heading, (name, form) in columns.items()} for record in records]
 
 
 def crossed(name: str, cells: Iterable[tuple[str, str, str]]) -> list[dict[str, str]]:
@@ -113,7 +102,7 @@ def printing(*, aside: bool) -> Iterator[None]:
 
 
 def announce(paths: Iterable[Path]) -> list[str]:
-    """Say which files were written; returns their names."""
+    """Print which files were written; returns their names."""
     names = [str(path) for path in paths]
     print("\n".join(["wrote", *(f"  {name}" for name in names)]))
     return names

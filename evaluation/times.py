@@ -32,7 +32,6 @@ class StopShares(NamedTuple):
     """t_stop / t_draft of each kind of stop, where times are not measured but given or a ratio."""
 
     origin: str
-    """Origin of the shares, in titles."""
     of: Mapping[str, float]
 
 
@@ -42,7 +41,7 @@ class TimeErrors(NamedTuple):
     drafting: float = 0.0
     verifying: float = 0.0
     stopping: Mapping[str, float] = {}
-    """Relative errors of stops, by kind."""
+    """By kind of stop."""
 
 
 NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
@@ -50,10 +49,10 @@ NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one pair on one machine, in seconds."""
+    """Times of one pair on one machine."""
 
     t_draft_s: float
-    """Seconds of one draft step of a policy that looks at nothing (a fixed length)."""
+    """Seconds of one draft step of a fixed length."""
     t_target_s: tuple[float, ...]
     """Seconds of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
     origin: str = "given"
@@ -61,11 +60,9 @@ class Times:
     t_stop_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each `Policy.stop_kind` adds to a draft step."""
     stop_origin: str = NO_STOPS.origin
-    """Origin of t_stop_s."""
     elsewhere: StopShares = NO_STOPS
-    """Assumption on the seconds of stops at other ratios."""
+    """Stops at other ratios."""
     errors: TimeErrors = CERTAIN
-    """How sure the times are."""
     t_micro_s: float = 0.0
     """Seconds of one forward of the level below the draft, in a hierarchy."""
 
@@ -84,14 +81,12 @@ class Times:
 
     @property
     def ratio(self) -> float:
-        """t_target(0) / t_draft, the seconds of the two models' steps."""
+        """t_target(0) / t_draft."""
         return self.t_target_s[0] / self.t_draft_s
 
     @property
     def title(self) -> str:
-        """Name of the costs in titles of tables and plots: the ratio, its origin, the source of the stops' times, and
-        the largest error of the measured times.
-        """
+        """In titles of tables and plots: the ratio, origins, and the largest error of the measured times."""
         # a stop's error counts in draft steps: a large part of a tiny time changes nothing
         of_stops = (error * self.t_stop_s.get(kind, 0.0) for kind, error in self.errors.stopping.items())
         error = max(self.errors.drafting, self.errors.verifying, max(of_stops, default=0.0) / self.t_draft_s)
@@ -102,26 +97,24 @@ class Times:
 
     @property
     def slug(self) -> str:
-        """Name of the costs in names of files: here, or the ratio with every digit, so that no two costs share one."""
+        """In names of files: here, or the ratio with every digit, so that no two share one."""
         return f"ratio-{self.ratio!r}" if self.origin.startswith("ratio") else "here"
 
     @property
     def where(self) -> str:
-        """The same as the first words of a sentence."""
+        """The first words of a sentence."""
         settings = {"measured": "On this machine", "ratio": "On other hardware", RECORDED: "At the times of the record"}
         given = "At the times given"
         setting = next((words for origin, words in settings.items() if self.origin.startswith(origin)), given)
         return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards"
 
     def with_ratio(self, ratio: float) -> "Times":
-        """Other hardware: this target's time, constant in k, a draft that is `ratio` times faster, and stops as
-        `elsewhere` has them.
-        """
+        """Other hardware: this target's time, constant in k, and a draft that is `ratio` times faster."""
         check_ratio(ratio)
         return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
 
     def at_ratios(self, ratios: Iterable[float]) -> "list[Times]":
-        """These costs and those at other ratios, but for a ratio at which all times are these."""
+        """These times and those at other ratios, except where they are the same."""
         return [self, *(other for other in map(self.with_ratio, ratios) if not self._has_times_of(other))]
 
     def _has_times_of(self, other: "Times") -> bool:
@@ -137,7 +130,7 @@ class Times:
         return self.t_stop_s.get(kind, sum(self.t_stop_s.get(part, 0.0) for part in kind.split(JOINT)))
 
     def target_s(self, length: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Seconds t_target(k) of a verification of k drafted tokens."""
+        """t_target(k) of k drafted tokens."""
         return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
 
     def throughput(self, replayed: Played) -> Throughput:
@@ -145,9 +138,7 @@ class Times:
         return Throughput(replayed.per_prompt(replayed.counts.num_emitted), replayed.per_prompt(self.time_s(replayed)))
 
     def round_s(self, max_draft_length: int, *, has_blocks: bool = False) -> tuple[float, ...]:
-        """Seconds of a round that drafts 0, 1, … max_draft_length tokens, nothing added to its draft steps, or with
-        `has_blocks` to its one.
-        """
+        """Seconds of a round of 0, 1, … max_draft_length drafted tokens without stops; `has_blocks`: in one forward."""
         lengths = np.arange(max_draft_length + 1)
         forwards = np.minimum(lengths, 1) if has_blocks else lengths
         return tuple((self.t_draft_s * forwards + self.target_s(lengths)).tolist())
@@ -165,8 +156,8 @@ class Times:
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
 
     def line(self, stop_kind: str = "", *, has_blocks: bool = False) -> "LinearCosts":
-        """The line through t_target(1) and t_target at its last k, neither part of it below 0; the stop is part of a
-        draft step, and with `has_blocks` that is paid once a round, whatever its number of tokens.
+        """The line through t_target(1) and t_target at its last k, neither part of it below 0. The stop is part of a
+        draft step, which is paid once a round with `has_blocks`.
         """
         alone, *longer = self.t_target_s
         slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
@@ -177,9 +168,7 @@ class Times:
 
 
 class LinearCosts(NamedTuple):
-    """A cost model as the rule of law 4.11 sees it: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k >
-    0).
-    """
+    """Times as law 4.11 sees them: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
 
     t_draft_s: float
     """t_draft + t_stop; 0 of blocks, where both are part of t_start_s."""

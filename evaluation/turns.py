@@ -15,8 +15,8 @@ AnyPrompt = TypeVar("AnyPrompt")
 def in_turns(
     competitors: Iterable[AnyCompetitor], prompts: Iterable[AnyPrompt], *, first: int = 0
 ) -> Iterator[tuple[AnyPrompt, Sequence[AnyCompetitor]]]:
-    """Each prompt (or batch size, or repeat) with the competitors in their order: a, b, c, then b, c, a. The competitor
-    of index `first` begins on the first prompt; a repeat gives its number, so that another one begins.
+    """Each prompt (or batch size, or repeat) with the competitors in their order: a, b, c, then b, c, a. Competitor
+    number `first` begins.
     """
     members = tuple(competitors)
     for turn, prompt in enumerate(prompts, first):
@@ -25,9 +25,7 @@ def in_turns(
 
 
 def turns_within(budget_s: float, fewest: int, *, desc: str, unit: str) -> Iterator[int]:
-    """Numbers of turns until another one would exceed the budget, by the mean of those before, but at least `fewest`.
-    A bar shows `desc`, what is timed, and counts in `unit`, the name of a turn.
-    """
+    """Numbers of turns, at least `fewest`, until another one would exceed the budget by the mean of those before."""
     started_s, number = perf_counter(), 0
     with Bar(total=fewest, desc=desc, unit=unit) as bar:
         while number < bar.total:

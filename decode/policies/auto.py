@@ -13,7 +13,7 @@ price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continue
 A prefix head says a before the token is drawn, when the forward that could draw it is already paid. So it stops there
 only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
 above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves
-every hardware: `evaluation.tuning.index` solves for it on a trace. Here it is a line, which first_index replaces where
+every hardware: `evaluation.tuning.rule` solves for it on a trace. Here it is a line, which first_index replaces where
 a fed-time head has scored nothing yet.
 
 lambda is `throughput`, which `evaluation.tuning.rule` finds on a trace. With `is_online` it is N / T of the

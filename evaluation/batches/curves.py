@@ -24,8 +24,8 @@ class BatchTimes(NamedTuple):
     """Curves of the batched loop without stops; None: t_target(k) of one sequence is used as t_target(tokens)."""
 
     def curves(self, stop_kind: str) -> BatchCosts:
-        """The curves of law 4.13 for policies of one kind of stop; unless measured, a draft step takes the same for any
-        number of sequences.
+        """The curves of law 4.13 for policies of one kind of stop; only measured draft steps depend on the number of
+        sequences.
         """
         times, stop_s = self.times, self.times.stop_s(stop_kind)
         if self.measured is not None:
@@ -65,17 +65,13 @@ def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
 
 
 def kept_curves(experiment: Experiment) -> BatchCosts | None:
-    """Curves that were measured with this very loop, or with that of the record; None where there are none.
-
-    Raises:
-        ValueError: a file that holds something else.
-    """
+    """Curves that were measured with this very loop, or with that of the record; None where there are none."""
     store = curves_store(experiment)
     curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
     if curves is None:
         return None
     return BatchCosts(
-        **{name: Curve(*(tuple(curve[axis]) for axis in ("numbers", "seconds"))) for name, curve in curves.items()}
+        **{name: Curve(tuple(curve["numbers"]), tuple(curve["seconds"])) for name, curve in curves.items()}
     )
 
 

@@ -21,17 +21,12 @@ _TURNOVER = 4
 
 
 class BatchThroughput(NamedTuple):
-    """Tokens and seconds of a load at some costs."""
+    """What a load comes to at some costs."""
 
-    tokens: int
-    seconds: float
+    tokens_per_s: float
+    """Of the whole batch."""
     request_s: float
     """Mean seconds from a request's first round to its end."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Throughput of the whole batch."""
-        return self.tokens / self.seconds
 
 
 class Load(NamedTuple):
@@ -43,19 +38,17 @@ class Load(NamedTuple):
     """Fed to the verification."""
     emitted: Int[Array, " round"]
     begins: Int[Array, " request"]
-    """The first round of each request that ended within these rounds."""
+    """First round of each request that ended."""
     ends: Int[Array, " request"]
     """The round after its last."""
 
     def throughput(self, costs: BatchCosts) -> BatchThroughput:
-        """Tokens and seconds at these costs."""
         step_s = costs.draft(np.arange(int(self.steps.max(initial=0)) + 1))
         step_s[0] = 0.0
         seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)
         clock = np.append(0.0, seconds.cumsum())
-        return BatchThroughput(
-            int(self.emitted.sum()), float(clock[-1]), float((clock[self.ends] - clock[self.begins]).mean())
-        )
+        request_s = float((clock[self.ends] - clock[self.begins]).mean())
+        return BatchThroughput(int(self.emitted.sum()) / float(clock[-1]), request_s)
 
 
 def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:
@@ -75,8 +68,7 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:
     """The load until a row of the batch is left empty, so that the batch is always full.
 
     Args:
-        rounds: of every row of a trace, under one setting of a policy whose sequences do not depend on each other:
-            lanes are rows.
+        rounds: of every row of a trace (lanes), under one setting of a policy whose sequences are independent.
         rows: the queue.
         size: rows of the batch.
     """
@@ -112,7 +104,7 @@ class Batch(Lockstep):
 
     @property
     def busy(self) -> Array:
-        """Rows with a sequence."""
+        """Whether each row has a sequence."""
         return self.lanes.start < self.lanes.end
 
     def round(self) -> Rounds:
@@ -158,14 +150,7 @@ class Batch(Lockstep):
 
 
 def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> Load:
-    """The load, as of `load_of`, of a policy whose sequences depend on each other.
-
-    Args:
-        trace: of one or more prompts.
-        policy: no parameter is an array.
-        rows: the queue.
-        size: rows of the batch.
-    """
+    """The load of a policy whose sequences depend on each other, and whose parameters are no arrays."""
     size = min(size, len(rows))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         batch = Batch(trace, policy, rows, size)

@@ -19,7 +19,7 @@ from evaluation.table import Table, announce, printing, say
 from evaluation.times import LinearCosts
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
-from evaluation.tuning.index import Index
+from evaluation.tuning.rule import Index
 from heads.model.head import TIMING_LABELS, update_config
 from store.progress import Bar
 

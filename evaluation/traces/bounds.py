@@ -59,9 +59,8 @@ class ScoreHead:
     """Stands in for a head in replay; its logits are numbers of the trace."""
 
     score: Literal["perfect", "confidence", "max_prob", "length"]
-    """The true acceptance_prob, the output of a DSpark draft's own head, logit(max_v q(v)), which is what vLLM's
-    adaptive verification estimates from where a draft has no confidence head, or the length that AdaFlash's head
-    predicts.
+    """The true acceptance_prob, the output of a DSpark draft's own head, logit(max_v q(v)), from which vLLM's adaptive
+    verification estimates it, or the length that AdaFlash's head predicts.
     """
     timing: str = "prefix"
     calibration_shift: float = 0.0

@@ -42,44 +42,26 @@ _DRAFTS_AT_ONCE = 128
 """Bounds the attention mask of drafts side by side."""
 _SIGNALS = ("max_prob", "top_prob", *stored_scalars())
 """Signals that a trace has of every token; the last ones are the scalars that heads read."""
-
-
-class DrawnTokens(NamedTuple):
-    """Tokens that a draft drew, and what is known of the distributions that it drew from."""
-
-    token: Int[Tensor, " draw"]
-    log_q: Float[Tensor, " draw"]
-    """Under the sampling that the draft draws by."""
-    signals: Float[Tensor, "draw signal"]
-    """`_SIGNALS`, untruncated and at temperature 1."""
-    hidden: Float[Tensor, "draw hidden"]
-    """The draft's state that produced the distribution."""
-    acceptance_prob: Float[Tensor, " draw"]
-    """min(1, p / q) of the token under the run's Sampling; NaN where the target has not read the tokens before it."""
-
-    def at(self, rows: Tensor) -> "DrawnTokens":
-        """The draws of some rows."""
-        return DrawnTokens(*(values[rows] for values in self))
-
-    @staticmethod
-    def joined(parts: "Sequence[DrawnTokens]") -> "DrawnTokens":
-        """Draws of several parts, one after the other."""
-        return DrawnTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+Draws = dict[str, Tensor]
+"""Columns [draw] of drawn tokens: token; log_q, under the sampling that the draft draws by; `_SIGNALS`, untruncated and
+at temperature 1; acceptance_prob, min(1, p / q) under the run's Sampling, NaN where the target has not read the tokens
+before; hidden [draw, hidden], the state that q follows from.
+"""
 
 
 class Path(NamedTuple):
     """Outcomes along a response, from one forward of each model."""
 
-    drawn: DrawnTokens
+    drawn: Draws
     """The response's tokens."""
-    first: DrawnTokens
+    first: Draws
     """The draft's token at each position: the response's where it is accepted, else the rejected draw."""
     is_accepted: Bool[Tensor, " position"]
     acceptance_rate: Float[Tensor, " position"]
 
 
 class Branches:
-    """Drafts of a whole model from several positions of a text, with the interface of `Rollouts`."""
+    """Drafts of a language model from several positions of a text, with the interface of `Rollouts`."""
 
     max_length = float("inf")
 
@@ -89,7 +71,6 @@ class Branches:
         self._tree: Continuations | None = None
 
     def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
-        """Start a draft after each prefix of these lengths; the hidden state that its first token is drawn from."""
         if self._tree is not None:
             self._tree.drop()
         lengths = lengths.to(self._hidden.device)
@@ -97,7 +78,6 @@ class Branches:
         return self._hidden[lengths - 1]
 
     def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        """`Rollouts.feed`, for all branches that still grow."""
         assert self._tree is not None
         self._depth += 1
         return self._tree.feed(tokens, owners, torch.full_like(owners, self._depth - 1))
@@ -120,12 +100,12 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder:
-    """Makes trace rows.
+    """Makes traces of single responses.
 
     Attributes:
         max_draft_length: the longest draft that a replayed policy may make.
         has_target_branches: run the target over the branches too, which the perfect head needs.
-        chunk_mb: bound of one float32 [positions, vocabulary] chunk.
+        chunk_mb: size of a float32 [positions, vocabulary] chunk.
         draft_sampling: the draft's sampling, if it is not the target's. At temperature 0 each q is a point mass: its
             token is accepted with probability p of it, and the coin is whether the response has that very token.
     """
@@ -166,7 +146,7 @@ class Recorder:
             columns |= {"is_rejected": torch.ones_like(path.is_accepted), "num_passing": passing}
         else:
             columns["is_rejected"] = ~path.is_accepted
-        return self._trace_of(row, DrawnTokens.joined(parts), columns)
+        return self._trace_of(row, joined(parts), columns)
 
     def _read(self, row: TraceRow, uniforms: Tensor) -> Reading:
         num_prompt, num = len(row.prompt_ids), len(row.response_ids)
@@ -200,20 +180,20 @@ class Recorder:
             at = (~is_accepted).nonzero().squeeze(-1)
             prob = acceptance_prob(first[at], q[at], p[at])
             rejected = read_signals(logits[at], first[at], q[at], hidden[at], prob)
-            both = DrawnTokens(*(old.index_copy(0, at, new) for old, new in zip(drawn, rejected, strict=True)))
+            both = {name: column.index_copy(0, at, rejected[name]) for name, column in drawn.items()}
             parts.append(Path(drawn, both, is_accepted, acceptance_rate(q, p)))
         tokens, firsts, are_accepted, rates = zip(*parts, strict=True)
-        return Path(DrawnTokens.joined(tokens), DrawnTokens.joined(firsts), torch.cat(are_accepted), torch.cat(rates))
+        return Path(joined(tokens), joined(firsts), torch.cat(are_accepted), torch.cat(rates))
 
     def _drafts(
         self, text: Reading, path: Path, starts: Int[Tensor, " draft"], room: Int[Tensor, " draft"]
-    ) -> tuple[DrawnTokens, Int[Tensor, " draft"], Int[Tensor, " draft"]]:
+    ) -> tuple[Draws, Int[Tensor, " draft"], Int[Tensor, " draft"]]:
         """Draft on from the first token of each start, for at most `room` tokens: (all tokens, draft by draft; the
         length of each draft; how many of its tokens come before the first rejected one).
         """
         text.drafts.begin(starts + text.num_prompt)
-        first, passing = path.first.at(starts), path.is_accepted[starts].long()
-        alive, newest = torch.arange(len(starts), device=starts.device), first.token
+        first, passing = taken(path.first, starts), path.is_accepted[starts].long()
+        alive, newest = torch.arange(len(starts), device=starts.device), first["token"]
         eos = torch.tensor(sorted(self.eos_ids), device=starts.device, dtype=newest.dtype)
         steps, owners = [first], [alive]
         for depth in range(1, self.max_draft_length):
@@ -229,7 +209,7 @@ class Recorder:
             steps.append(read_signals(logits, newest, q, hidden, prob))
             owners.append(alive)
         owner = torch.cat(owners)
-        drawn = DrawnTokens.joined(steps).at(owner.argsort(stable=True))
+        drawn = taken(joined(steps), owner.argsort(stable=True))
         return drawn, torch.bincount(owner, minlength=len(starts)), passing
 
     def _next(self, text: Reading, q: Tensor, positions: Tensor, since: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,9 +231,7 @@ class Recorder:
         prob[on] = acceptance_prob(token[on], q[on], p)
         return token, prob, is_accepted
 
-    def _add_acceptance(
-        self, text: Reading, drawn: DrawnTokens, lengths: Tensor, passing: Tensor, starts: Tensor
-    ) -> None:
+    def _add_acceptance(self, text: Reading, drawn: Draws, lengths: Tensor, passing: Tensor, starts: Tensor) -> None:
         """Set the acceptance_prob of what follows a rejected token, by one forward of the target over all branches."""
         device = device_of(self.target)
         owners = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
@@ -263,14 +241,14 @@ class Recorder:
             return
         roots = (starts + passing + text.num_prompt).to(device)
         tree = Continuations(self.target, self.vocab_size, text.target_cache, roots)
-        hidden = tree.feed(*(column[is_read].to(device) for column in (drawn.token, owners, depths)))
+        hidden = tree.feed(*(column[is_read].to(device) for column in (drawn["token"], owners, depths)))
         tree.drop()
-        token, parts = drawn.token[depths > 0].to(device), []
+        token, parts = drawn["token"][depths > 0].to(device), []
         for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, self.chunk_mb)):
             p = self.sampling.probs(logits_of(self.target, hidden[chunk], self.vocab_size))
             parts.append(p.gather(-1, token[chunk, None]).squeeze(-1).log())
-        log_p = torch.cat(parts).to(drawn.log_q.device)
-        drawn.acceptance_prob[depths > 0] = (log_p - drawn.log_q[depths > 0]).clamp(max=0.0).exp()
+        log_p, log_q = torch.cat(parts).to(lengths.device), drawn["log_q"][depths > 0]
+        drawn["acceptance_prob"][depths > 0] = (log_p - log_q).clamp(max=0.0).exp()
 
     @property
     def _drafting(self) -> Sampling:
@@ -289,17 +267,16 @@ class Recorder:
         refuse_non_finite(logits, "the target", "along a response of a trace")
         return self.sampling.probs(logits)
 
-    def _trace_of(self, row: TraceRow, drawn: DrawnTokens, positions: dict[str, Tensor]) -> Trace:
+    def _trace_of(self, row: TraceRow, drawn: Draws, positions: dict[str, Tensor]) -> Trace:
         """The recording of one response, in memory as replay reads it; `drawn`: its path, then its branches."""
-        token = drawn.token.int().cpu()
-        signals = dict(zip(_SIGNALS, drawn.signals.unbind(-1), strict=True))
-        signals["acceptance_prob"] = drawn.acceptance_prob
+        token, hidden = drawn["token"].int().cpu(), drawn["hidden"]
+        signals = {name: drawn[name] for name in (*_SIGNALS, "acceptance_prob")}
         blocks = self.draft if isinstance(self.draft, DSpark) else None
         if blocks is not None and blocks.confidence_head is not None:
-            signals[CONFIDENCE] = blocks.confidence(drawn.hidden)
+            signals[CONFIDENCE] = blocks.confidence(hidden)
         layer = self.draft.embedding if isinstance(self.draft, FeatureDraft) else self.draft.get_input_embeddings()
         ids = token.unique()  # far fewer than the vocabulary has
-        embedding = layer(ids.to(next(layer.parameters()).device)).to("cpu", drawn.hidden.dtype)
+        embedding = layer(ids.to(next(layer.parameters()).device)).to("cpu", hidden.dtype)
         return Trace(
             rows=(row,),
             sampling=self.sampling,
@@ -308,7 +285,7 @@ class Recorder:
             drafts={"token": token.numpy(), "is_eos": np.isin(token, sorted(self.eos_ids))}
             | {name: column.float().cpu().contiguous().numpy() for name, column in signals.items()},
             positions={name: column.cpu().numpy() for name, column in positions.items()},
-            inputs=partial(InputTensors, drawn.hidden.cpu(), ids, embedding),
+            inputs=partial(InputTensors, hidden.cpu(), ids, embedding),
             block_size=None if blocks is None else blocks.block_size,
         )
 
@@ -335,8 +312,18 @@ def read_signals(
     q: Float[Tensor, "draw vocab"],
     hidden: Float[Tensor, "draw hidden"],
     acceptance_prob: Float[Tensor, " draw"],
-) -> DrawnTokens:
+) -> Draws:
     """Drawn tokens with the signals of the logits that they were drawn from."""
-    columns = signals_of(logits, token, _SIGNALS)
     log_q = q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
-    return DrawnTokens(token, log_q, torch.stack([columns[name] for name in _SIGNALS], -1), hidden, acceptance_prob)
+    columns = {"token": token, "log_q": log_q, "hidden": hidden, "acceptance_prob": acceptance_prob}
+    return columns | signals_of(logits, token, _SIGNALS)
+
+
+def taken(draws: Draws, rows: Int[Tensor, " row"]) -> Draws:
+    """The draws of some rows."""
+    return {name: column[rows] for name, column in draws.items()}
+
+
+def joined(parts: Sequence[Draws]) -> Draws:
+    """Draws of several parts, one after the other."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

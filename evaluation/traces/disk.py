@@ -1,5 +1,4 @@
-"""A trace on disk: shards of prompts, each a Parquet file of rows and a safetensors file of signals, under one
-manifest.
+"""A trace on disk: shards of prompts under one manifest.
 
     DIR/manifest.json, DIR/errors.jsonl
     DIR/{dataset}/rows/{split}-{index:05d}.parquet              id, category, prompt, prompt_ids, response_ids, limit
@@ -51,13 +50,12 @@ class ShardKey(NamedTuple):
     """Number of the draw of the coins, each independent of the others."""
 
     def paths(self, directory: Path) -> tuple[Path, Path]:
-        """Paths of the shard's rows and signals."""
+        """Of rows and signals."""
         name = f"{self.split}-{self.shard:05d}" + (f"-draw{self.draw}" if self.draw else "")
         folder = directory / self.dataset
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
 
     def is_done(self, directory: Path) -> bool:
-        """Whether the shard is complete."""
         return all(map(is_whole, self.paths(directory)))
 
 
@@ -112,8 +110,7 @@ def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
 def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> Trace | None:
     """One shard as a trace, its sums unchecked; None if none of its prompts has a response."""
     rows_path, path = key.paths(directory)
-    table = pq.read_table(rows_path).to_pylist()
-    if not table:
+    if not (table := pq.read_table(rows_path).to_pylist()):
         return None
     lists = ("prompt_ids", "response_ids")
     rows = [TraceRow(**row | {name: tuple(row[name]) for name in lists}, dataset=key.dataset) for row in table]

@@ -1,16 +1,15 @@
 """AdaFlash's length head (arXiv 2607.19223; github.com/ZinYY/AdaFlash at 65d9a5e) in replay: how many tokens of a block
 are verified.
 
-It reads the mean of a block's states and its last state, and predicts how many tokens verification accepts; the draft
-stays as it is. The states follow from the text before the block, so that the length is known before any token is drawn
-(B in law 4.3); what a Markov head adds to them depends on drawn tokens and is not read.
+It reads the mean of a block's states and its last state, and predicts how many tokens verification accepts. The states
+follow from the text before the block, so that the length is known before any token is drawn (B in law 4.3); what a
+Markov head adds to them depends on drawn tokens and is not read.
 
 Departures: linear least squares, where theirs has 256 units, a residual layer and a sigmoid; expected instead of greedy
 accepted lengths; one constant added to every prediction, which dev chooses, where theirs adds 1 to its labels. A trace
 ends a block at EOS, so the mean there is of fewer states than in a loop (docs/results/confidence.md: 0.3 points).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +40,8 @@ class PredictedLength(Policy):
 
 def fit_length(trace: Trace) -> Float[Tensor, " input"] | None:
     """Weights of the length head, the last one its offset: least squares on the blocks that neither EOS nor a limit
-    cuts. The label is the expected accepted length or, of a trace without decode.perfect_head, the accepted one. None:
-    the trace has no blocks, or no hidden states.
+    cuts. The label is the expected accepted length; without decode.perfect_head, the accepted one. None: the trace has
+    no blocks, or no hidden states.
     """
     is_whole = torch.from_numpy(trace.branch_lengths) == min(trace.block_size or 0, trace.max_draft_length)
     if trace.block_size is None or trace.inputs is None or not is_whole.any():
@@ -71,9 +70,6 @@ def _inputs(trace: Trace) -> Float[Tensor, "positions input"]:
     hidden, _, embedding = trace.inputs()
     states = hidden[trace.num_positions :, : embedding.shape[1]]  # the rest is a Markov head's
     empty, one = states.new_zeros(2 * states.shape[1] + 1), states.new_ones(1)
-
-    def rows() -> Iterator[Tensor]:
-        for block in states.split(trace.branch_lengths.tolist()):
-            yield torch.cat([block.mean(0), block[-1], one]) if len(block) else empty
-
-    return torch.stack([*rows()]).double()
+    blocks = states.split(trace.branch_lengths.tolist())
+    rows = [torch.cat([block.mean(0), block[-1], one]) if len(block) else empty for block in blocks]
+    return torch.stack(rows).double()

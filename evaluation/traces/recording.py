@@ -31,7 +31,7 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_shard, read_trace, recorded_keys, write_trace
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling
+from lm import Sampling
 from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
@@ -50,7 +50,6 @@ from store.shards import (
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
 """Settings of `decode` that decide the trace, beside models, sampling and prompts."""
-_AT_LEAST_1 = ("num_dev", "num_test", "max_draft_length", "max_new_tokens", "prompts_per_shard", "draws_per_prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class TraceFolder:
     """The sampling that the draft draws by, if it is not the target's."""
 
     def refuse_other(self) -> None:
-        """Raise ValueError if the folder has a trace of other settings, before anything slow begins."""
+        """Raise ValueError if the folder has a trace of other settings."""
         if not self.experiment.decode.as_recorded and (self.directory / "manifest.json").is_file():
             self._settle(read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"])
 
@@ -75,7 +74,8 @@ class TraceFolder:
         """Record the shards of these splits that are missing or corrupted; no model is loaded if there are none.
 
         Raises:
-            ValueError: the folder has a trace of other settings.
+            ValueError: the folder has a trace of other settings, or texts may cross a model's change of rotary
+                frequencies, since a trace reads each at once.
         """
         if self.experiment.decode.as_recorded:
             return
@@ -83,11 +83,11 @@ class TraceFolder:
         present = [path for key in keys for path in key.paths(self.directory) if is_whole(path)]
         is_broken = any(True for _ in problems_of(present, command="trace"))
         if not is_broken and all(key.is_done(self.directory) for key in keys):
-            self.refuse_other()
-            return
+            return self.refuse_other()
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
-            self._record_missing([key for key in keys if not key.is_done(self.directory)])
+            clean_partial(self.directory, "*/rows", "*/signals")
+            self._record_all([key for key in keys if not key.is_done(self.directory)])
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -103,12 +103,15 @@ class TraceFolder:
         """One split of one dataset; it raises as `load` does."""
         return read_trace(self.directory, [key for key in self.shards if key[:2] == (dataset, split)])
 
-    def _record_missing(self, keys: Sequence[ShardKey]) -> None:
-        clean_partial(self.directory, "*/rows", "*/signals")
+    def _record_all(self, keys: Sequence[ShardKey]) -> None:
         total = sum(self.shards[key].num_requests for key in keys)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
-            pair, decode = self.experiment.pair, self.experiment.decode
-            self._check_frequencies(pair)
+            pair, data, decode = self.experiment.pair, self.experiment.data, self.experiment.decode
+            longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
+            subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
+            for model in (pair.target, pair.drafting):
+                if isinstance(model, PreTrainedModel):
+                    refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
             self._settle(sorted(pair.eos_ids))
             recorder = Recorder(
                 pair.drafting,
@@ -118,21 +121,12 @@ class TraceFolder:
                 pair.eos_ids,
                 decode.max_draft_length,
                 has_target_branches=decode.perfect_head,
-                chunk_mb=self.experiment.data.chunk_mb,
+                chunk_mb=data.chunk_mb,
                 draft_sampling=self.draft_sampling,
             )
             for key in keys:
                 bar.set_description(f"trace: {key.dataset} {key.paths(self.directory)[0].stem}")
                 self._record(key, recorder, bar.update)
-
-    def _check_frequencies(self, pair: Pair) -> None:
-        """Raise ValueError if texts may cross a model's change of rotary frequencies: a trace reads each at once."""
-        data, decode = self.experiment.data, self.experiment.decode
-        longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
-        subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
-        for model in (pair.target, pair.drafting):
-            if isinstance(model, PreTrainedModel):
-                refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
 
     def _record(self, key: ShardKey, recorder: Recorder, progress: Callable[[int], None]) -> None:
         decode, spec = self.experiment.decode, self.shards[key]
@@ -152,13 +146,12 @@ class TraceFolder:
         progress(spec.num_requests - len(answers.exchanges))
         trace = None
         if answers.exchanges:
-            turns = ((row_id(prompt, turn), prompt) for prompt in spec.prompts for turn in range(len(prompt.turns)))
             trace = record_trace(
                 recorder,
                 answers.exchanges,
                 max_new_tokens=decode.max_new_tokens,
                 seed=seed_of(seed, "outcomes"),
-                categories={name: prompt.category for name, prompt in turns},
+                categories={row_id(one, turn): one.category for one in spec.prompts for turn in range(len(one.turns))},
                 progress=progress,
             )
             trace = trace if decode.trace_hidden else without_hidden(trace, self.heads)
@@ -203,28 +196,26 @@ class TraceFolder:
 
 
 def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
-    """The trace of an experiment.
+    """The trace of an experiment; ValueError for a setting that is out of range.
 
-    Args:
-        experiment: models, sampling, prompts and settings.
-        draft_sampling: the sampling that the draft draws by, as in some engines: at temperature 0 its likeliest token,
-            whatever the target's sampling. Such a trace has a separate folder and the same responses. None, or a
-            sampling equal to the target's: the ordinary trace.
-
-    Raises:
-        ValueError: a setting that is out of range.
+    `draft_sampling`: the draft draws by it, as in some engines: at temperature 0 its likeliest token, whatever the
+    target's sampling. Such a trace has a separate folder and the same responses. None, or a sampling equal to the
+    target's: the ordinary trace.
     """
-    decode, sampling = experiment.decode, experiment.sampling
-    for name in _AT_LEAST_1:
-        if getattr(decode, name) < 1:
-            raise ValueError(f"decode.{name} is {getattr(decode, name)}; it must be at least 1")
+    decode, sampling, name = experiment.decode, experiment.sampling, "trace"
+    for count in ("num_dev", "num_test", "max_draft_length"):
+        if getattr(decode, count) < 1:
+            raise ValueError(f"decode.{count} is {getattr(decode, count)}; it must be at least 1")
     if decode.draws_per_prompt > 1 and (sampling.temperature == 0 or sampling.top_k == 1):
         raise ValueError(
             f"decode.draws_per_prompt is {decode.draws_per_prompt}, but with greedy sampling ({sampling}) all draws of "
             "a prompt would be equal; set it to 1"
         )
-    is_greedy = sampling.is_greedy and (draft_sampling is None or draft_sampling.is_greedy)
-    other = None if is_greedy or draft_sampling == sampling else draft_sampling
+    if draft_sampling == sampling or (draft_sampling and draft_sampling.is_greedy and sampling.is_greedy):
+        draft_sampling = None
+    if draft_sampling is not None:
+        numbers = (f"{name}{value:g}" for name, value in draft_sampling.as_dict().items() if value is not None)
+        name = f"trace-{'likeliest' if draft_sampling.is_greedy else '-'.join(numbers)}"
     if decode.as_recorded:
         keys = recorded_keys(experiment.directory / "trace")
         shards = {key: ShardSpec(key.split, key.shard, ()) for key in keys}
@@ -235,20 +226,13 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
             for split in SPLITS
             for spec in cut_shards(split, experiment.prompts(dataset, split), decode.prompts_per_shard)
         }
-    draws = range(decode.draws_per_prompt)
     return TraceFolder(
-        directory=experiment.directory / ("trace" if other is None else f"trace-{_name_of(other)}"),
+        directory=experiment.directory / name,
         experiment=experiment,
-        shards={key._replace(draw=draw): spec for draw in draws for key, spec in shards.items()},
+        shards={key._replace(draw=draw): shards[key] for draw in range(decode.draws_per_prompt) for key in shards},
         heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
-        draft_sampling=other,
+        draft_sampling=draft_sampling,
     )
-
-
-def _name_of(sampling: Sampling) -> str:
-    if sampling.is_greedy:
-        return "likeliest"
-    return "-".join(f"{name}{value:g}" for name, value in sampling.as_dict().items() if value is not None)
 
 
 def record_trace(
@@ -260,15 +244,13 @@ def record_trace(
     categories: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Trace:
-    """The trace of some responses of the target; ValueError without any.
+    """The trace of responses that the recorder's target drew under its sampling; ValueError without any.
 
     Args:
-        recorder: the models, the sampling and the longest draft.
-        exchanges: prompts with responses that were drawn from the target under the recorder's sampling.
-        max_new_tokens: the length limit that the responses were generated with.
-        seed: the seed of outcomes and branches.
+        max_new_tokens: the length limit of the responses.
+        seed: of outcomes and branches.
         categories: id of each exchange -> the category of its prompt.
-        progress: a function that is called with 1 after each response.
+        progress: is called with 1 after each response.
     """
     traces = []
     width = max((len(exchange.response_ids) for exchange in exchanges), default=0)

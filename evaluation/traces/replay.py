@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from decode.loop.rounds import Counts
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped, timing_of
@@ -40,12 +40,11 @@ class Rounds(NamedTuple):
     drafted: Int[Array, " round"]
     accepted: Int[Array, " round"]
     forwards: Int[Array, " round"]
-    """Forwards of the draft."""
+    """Of the draft."""
     emitted: Int[Array, " round"]
 
     @classmethod
     def joined(cls, parts: "list[Rounds]") -> "Rounds":
-        """Rounds of several parts, one after the other."""
         return cls(*map(np.concatenate, zip(*parts, strict=True)))
 
     def by_lane(self) -> "Rounds":
@@ -59,7 +58,7 @@ class TraceLanes:
     """State of all lanes; start, end, limit, stop and fork are flat indices of the trace."""
 
     index: Int[Array, " lane"]
-    """Number of the lane in the rounds."""
+    """Number of the lane."""
     start: Int[Array, " lane"]
     """Where the round starts."""
     end: Int[Array, " lane"]
@@ -85,7 +84,6 @@ class TraceLanes:
         return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 5)
 
     def at(self, mask: Bool[Array, " lane"]) -> "TraceLanes":
-        """The lanes in the mask."""
         return TraceLanes(*(values[mask] for values in vars(self).values()))
 
 
@@ -99,13 +97,14 @@ class Lockstep:
         self.policy, self.lanes, self.longest = policy, lanes, trace.max_draft_length
         self.has_blocks = trace.block_size is not None
         self._rejected, self._fork = (np.append(column, trace.num_positions) for column in (trace.rejected, trace.fork))
-        self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(trace.longest, 0)
+        longest = policy.lengths(trace.rejected, trace.offsets) if isinstance(policy, Oracle) else trace.longest
+        self._first_drawn, self._room = np.append(trace.first_drawn, 0), np.append(longest, 0)
         self._is_eos = np.append(trace.drafts["is_eos"], True)
         self._acceptance_prob = np.append(trace.drafts["acceptance_prob"], 0.0)
-        self._signals = {name: np.append(values, values[-1:]) for name, values in signals_for(policy, trace).items()}
-        self._oracle = None
-        if isinstance(policy, Oracle):
-            self._oracle = np.append(policy.lengths(trace.rejected, trace.offsets), 0)
+        heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
+        names = policy.signals & frozenset(AfterDraw._fields)
+        signals = {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
+        self._signals = {name: np.append(values, values[-1:]) for name, values in signals.items()}
         self.discards_short = bool(np.any(min_length(policy) > 0))
         size = len(lanes.index)
         self.feedback: State = mapped(lambda value: np.full(size, value), policy.zero_feedback)
@@ -125,8 +124,8 @@ class Lockstep:
     def _begin(self, begins: Array, state: State) -> None:
         lanes = self.lanes
         self.state = merged(begins, self.policy.begin(state), self.state)
-        limit = self.policy.limit(self.state) if self._oracle is None else self._oracle.take(lanes.start)
-        allowed = np.minimum(np.minimum(limit, self._allowed_by_loop()), self._room.take(lanes.start)).astype(np.int64)
+        most = np.minimum(self._allowed_by_loop(), self._room.take(lanes.start))
+        allowed = np.minimum(self.policy.limit(self.state), most).astype(np.int64)
         if self.discards_short:
             allowed = np.where(allowed < min_length(self.policy), 0, allowed)
         first_rejected, fork = self._rejected.take(lanes.start), self._fork.take(lanes.start)
@@ -210,13 +209,6 @@ class Lockstep:
             self.policy = expanded(self.policy, alive)
 
 
-def signals_for(policy: Policy, trace: Trace) -> dict[str, Float[Array, " drafts"]]:
-    """What the policy reads of each token."""
-    heads = {f"{timing_of(head)}_logit": head for head in policy.heads}
-    names = policy.signals & frozenset(AfterDraw._fields)
-    return {name: trace.logit(heads[name]) if name in heads else trace.signal(name) for name in names}
-
-
 def merged(mask: Array, new: State, old: State) -> State:
     """The new state in the mask, the old one elsewhere."""
     return mapped(lambda value, before: before if value is before else np.where(mask, value, before), new, old)
@@ -227,53 +219,42 @@ def min_length(policy: Policy) -> Array:
     return np.asarray(getattr(policy, "discards_below", 0))
 
 
-def _array_fields(policy: Policy) -> Iterator[tuple[str, Array]]:
-    for f in fields(policy):  # type: ignore[arg-type]
-        value = getattr(policy, f.name)
-        if isinstance(value, np.ndarray) and value.ndim == 1:
-            yield f.name, value
-
-
-def num_settings(policy: Policy) -> int:
-    """Settings side by side: the length of the policy's array parameters; ValueError if they have several."""
-    lengths = {name: len(value) for name, value in _array_fields(policy)}
+def settings_of(policy: Policy) -> dict[str, Array]:
+    """The policy's array parameters: settings side by side; ValueError if their lengths differ."""
+    values = {f.name: getattr(policy, f.name) for f in fields(policy)}  # type: ignore[arg-type]
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and value.ndim == 1}
+    lengths = {name: len(value) for name, value in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             f"array parameters of {type(policy).__name__} are settings side by side, but their lengths differ: "
             f"{lengths}"
         )
-    return next(iter(lengths.values()), 1)
+    return arrays
 
 
 def expanded(policy: Policy, index: Array) -> Policy:
     """The policy with its array parameters at an index, such as the setting of each lane."""
     result = copy.copy(policy)
-    for name, value in list(_array_fields(policy)):
+    for name, value in settings_of(policy).items():
         object.__setattr__(result, name, value[index])
     return result
 
 
 def replay_settings(trace: Trace, policy: Policy) -> Played:
-    """Every setting on every prompt.
-
-    Args:
-        trace: recorded responses to one or more prompts.
-        policy: parameters that are arrays [setting] are settings side by side; all such arrays have one length.
+    """Every setting on every prompt; a policy's parameters that are arrays [setting] are settings side by side.
 
     Raises:
         ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
             replayed on a trace of drawn drafts.
     """
-    shape, size = (num_settings(policy), len(trace.rows)), trace.max_draft_length + 1
-    tables, sums = [], []
+    size, tables, sums = trace.max_draft_length + 1, [], []
     for index, rounds in _played(trace, policy):
         lane = rounds.lane - index[0]
-        table = np.bincount(lane * size + rounds.drafted, minlength=len(index) * size)
-        tables.append(table.reshape(len(index), size))
+        tables.append(np.bincount(lane * size + rounds.drafted, minlength=len(index) * size))
         columns = rounds.emitted, rounds.accepted, rounds.forwards
         sums.append([np.bincount(lane, column, minlength=len(index)) for column in columns])
-    lengths = np.concatenate(tables).reshape(*shape, size)
-    emitted, accepted, forwards = np.concatenate(sums, axis=1).astype(np.int64).reshape(3, *shape)
+    lengths = np.concatenate(tables).reshape(-1, len(trace.rows), size)
+    emitted, accepted, forwards = np.concatenate(sums, axis=1).astype(np.int64).reshape(3, *lengths.shape[:2])
     counts = Counts(
         num_emitted=emitted,
         num_drafted=lengths @ np.arange(size),
@@ -300,7 +281,7 @@ def _played(trace: Trace, policy: Policy) -> Iterator[tuple[Array, Rounds]]:
             "the one before; replay it on such a trace, or at temperature 0, and without `end`"
         )
     num_rows = len(trace.rows)
-    num_lanes = num_settings(policy) * num_rows
+    num_lanes = max(map(len, settings_of(policy).values()), default=1) * num_rows
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for start in range(0, num_lanes, _LANES_AT_ONCE):
             index = np.arange(start, min(start + _LANES_AT_ONCE, num_lanes))

@@ -2,10 +2,9 @@
 counts of its replay.
 
 Every draw is really made and its outcome then replaced by the recorded one, so the loop does the work of one that
-draws, and a clock around it differs between policies by their work alone. With s the start of the round, token j of its
-draft is that of `Trace`'s flat(s, j), the drafted tokens before the first rejected position are accepted, and the token
-after them is the response's. What the trace does not have stays as drawn: tokens that a policy stops before, tokens
-beyond an EOS.
+draws. With s the start of the round, token j of its draft is that of `Trace`'s flat(s, j), the drafted tokens before
+the first rejected position are accepted, and the token after them is the response's. What the trace does not have stays
+as drawn: tokens that a policy stops before, tokens beyond an EOS.
 
 At temperature 0 the loop takes the most probable token without a draw (`decode.loop.drafter.Session`), so such a trace
 plays itself.

@@ -37,8 +37,6 @@ CONFIDENCE = "confidence_logit"
 LENGTH = "accepted_length"
 """The signal that a length head gives, once it was fitted (`evaluation.traces.lengths`)."""
 _LATER_TURN = re.compile(r"#\d+$")
-_SHARED = ("sampling", "max_draft_length", "draft_sampling", "block_size")
-"""Fields that joined traces must agree on."""
 _TOKENS_AT_ONCE = 65536
 
 
@@ -92,7 +90,7 @@ class Trace:
 
     @property
     def token(self) -> Int[Array, " drafts"]:
-        """Id of every drafted token, over all drafts in order."""
+        """Token ids."""
         return self.drafts["token"]
 
     @property
@@ -107,9 +105,7 @@ class Trace:
 
     @property
     def num_passing(self) -> Int[Array, " positions"] | None:
-        """Tokens that verification accepts of the whole draft of a round that starts at each position, of a feature
-        draft; None for another draft.
-        """
+        """Of a feature draft, the accepted tokens of the whole draft of a round that starts at each position."""
         return self.positions.get("num_passing")
 
     @cached_property
@@ -123,11 +119,9 @@ class Trace:
 
         A prompt's draws, and its later turns (81#2 after 81), are not independent, so resampling keeps them together.
         """
-        known = {(row.dataset, row.id) for row in self.rows}
-        firsts = [(row.dataset, _LATER_TURN.sub("", row.id)) for row in self.rows]
-        prompts = [
-            first if first in known else (row.dataset, row.id) for first, row in zip(firsts, self.rows, strict=True)
-        ]
+        ids = [(row.dataset, row.id) for row in self.rows]
+        firsts, known = [(dataset, _LATER_TURN.sub("", name)) for dataset, name in ids], set(ids)
+        prompts = [first if first in known else own for first, own in zip(firsts, ids, strict=True)]
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         return np.array([numbers[prompt] for prompt in prompts])
 
@@ -175,7 +169,7 @@ class Trace:
     @property
     def is_first_accepted(self) -> Bool[Array, " positions"]:
         """Whether verification accepts the token of `first_drawn`."""
-        return ~self.is_rejected if self.num_passing is None else self.num_passing > 0
+        return self.rejected > np.arange(self.num_positions)
 
     @cached_property
     def before(self) -> Int[Array, " drafts"]:
@@ -192,20 +186,14 @@ class Trace:
         return counted(self.branch_lengths)
 
     def signal(self, name: str) -> Float[Array, " drafts"]:
-        """A signal as policies read it.
-
-        Raises:
-            ValueError: the trace was recorded without it.
-        """
+        """A signal as policies read it; ValueError if the trace was recorded without it."""
         if name == "token_prob":
             return np.exp(self.drafts["log_token_prob"])
-        if name == CONFIDENCE and name not in self.drafts:
-            raise ValueError(
-                "the trace's draft has no confidence head; use a DSpark draft that has one, or another policy"
-            )
         if name not in self.drafts:
             raise ValueError(
-                f"the trace was recorded without the signal {name}; delete its folder and record it again "
+                "the trace's draft has no confidence head; use a DSpark draft that has one, or another policy"
+                if name == CONFIDENCE
+                else f"the trace was recorded without the signal {name}; delete its folder and record it again "
                 "(`acceptance-heads trace`)"
             )
         return self.drafts[name]
@@ -217,16 +205,21 @@ class Trace:
         Raises:
             ValueError: a head of another width, or of scalars or hidden states that were not recorded.
         """
-        if isinstance(head, ScoreHead):
-            if head.score == "perfect":
-                return self._perfect_logit(head.timing)
-            if head.score in ("confidence", "length"):
-                return self.signal(CONFIDENCE if head.score == "confidence" else LENGTH)
+        if not isinstance(head, ScoreHead):
+            key = f"score.{head.fingerprint()}"
+            if key not in self.drafts:
+                self.drafts[key] = self._score(head)
+            return self.drafts[key]
+        if head.score == "max_prob":
             return np.asarray(logit_of(self.signal("max_prob")))
-        key = f"score.{head.fingerprint()}"
-        if key not in self.drafts:
-            self.drafts[key] = self._score(head)
-        return self.drafts[key]
+        if head.score != "perfect":
+            return self.signal(CONFIDENCE if head.score == "confidence" else LENGTH)
+        prob = self.drafts["acceptance_prob"].astype(np.float64)
+        if np.isnan(prob).any():
+            raise ValueError("the trace has no acceptance_prob along branches; record it with decode.perfect_head=true")
+        with np.errstate(divide="ignore"):
+            logit = np.log(prob) - np.log1p(-prob)
+        return logit[self.before] if head.timing == "fed" else logit
 
     @torch.inference_mode()
     def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
@@ -241,7 +234,7 @@ class Trace:
                 f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
                 "use a head that was trained for this draft"
             )
-        num_before = np.arange(self.num_positions) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        num_before = counted(np.diff(self.offsets))
         num_before = np.append(num_before, np.repeat(num_before, self.branch_lengths) + self.depths)
         numbers = self.drafts | {POSITION: np.log1p(num_before, dtype=np.float32)}
         if missing := set(head.inputs.scalars) - numbers.keys():
@@ -259,20 +252,11 @@ class Trace:
 
         return torch.cat([*map(logits, torch.arange(len(scored)).split(_TOKENS_AT_ONCE))]).float().numpy()
 
-    def _perfect_logit(self, timing: str) -> Float[Array, " drafts"]:
-        prob = self.drafts["acceptance_prob"].astype(np.float64)
-        if np.isnan(prob).any():
-            raise ValueError("the trace has no acceptance_prob along branches; record it with decode.perfect_head=true")
-        with np.errstate(divide="ignore"):
-            logit = np.log(prob) - np.log1p(-prob)
-        return logit[self.before] if timing == "fed" else logit
-
     def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
         """The trace of some rows; with `num_tokens`, as if their length limit had been at most that many tokens."""
-        every = [self.rows[row] for row in rows]
-        kept = [replace(row, response_ids=row.response_ids[:num_tokens]) for row in every]
-        if num_tokens is not None:
-            kept = [replace(row, limit=min(row.limit, num_tokens)) for row in kept]
+        kept = [self.rows[row] for row in rows]
+        if (most := num_tokens) is not None:
+            kept = [replace(row, response_ids=row.response_ids[:most], limit=min(row.limit, most)) for row in kept]
         sizes = np.array([len(row.response_ids) for row in kept], dtype=np.int64)
         path = np.repeat(self.offsets[list(rows)], sizes) + counted(sizes)
         lengths = self.branch_lengths[path]
@@ -287,17 +271,12 @@ class Trace:
 
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
-    """The traces' rows one after the other, with the columns that all of them have.
-
-    Raises:
-        ValueError: no traces, or of another `Sampling` or draft length.
+    """The rows of traces of one pair and one set of settings, with the columns that all of them have; ValueError for no
+    traces.
     """
     if not traces:
         raise ValueError("no rows: a trace has at least one")
     first = traces[0]
-    for trace in traces:
-        if any(getattr(trace, name) != getattr(first, name) for name in _SHARED):
-            raise ValueError(f"traces of {first.sampling} and of {trace.sampling} cannot be joined")
     names = [name for name in first.drafts if all(name in trace.drafts for trace in traces)]
     ends = [trace.num_positions for trace in traces]
     inputs = [trace.inputs for trace in traces if trace.inputs is not None]

@@ -3,13 +3,10 @@ cannot keep.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from pytorch_lightning import Trainer
-from safetensors.torch import save_file
-from transformers import Qwen3Config
 
 from configs.command import run
 from configs.schema import ModelSource
@@ -19,8 +16,7 @@ from data_gen.prompts.templates import encode
 from heads.command import export
 from heads.training.command import train
 from lm import load_model, load_tokenizer
-from lm.features.dspark import DSpark
-from tests.evaluation.commands import ROOT, printed, refusal, spelt
+from tests.evaluation.commands import printed, refusal, spelt
 
 TEXT = "Tom has 3 apples."
 
@@ -29,45 +25,20 @@ def of(kind: str, *flags: str) -> list[str]:
     return ["--config=configs/tiny.yaml", f"--pair.draft.path=checkpoints/tiny/{kind}", *flags]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"), [("eagle", "null"), ("glide", "null"), ("eagle", "eagle2"), ("glide", "cape"), ("draft", "cape")]
-)
+CHAINS = [(kind, "null") for kind in ("eagle", "glide", "dspark")]
+TREES = [("eagle", "eagle2"), ("glide", "cape"), ("draft", "cape")]
+
+
+@pytest.mark.parametrize(("kind", "tree"), CHAINS + TREES)
 def test_generate_writes_what_the_target_writes(kind, tree, capsys):
     flags = ["--prompt", TEXT, "--max_new_tokens=24", "--policy=entropy:max_sqrt_entropy=0.4", "--tree", tree]
-    flags += ["--pair.sampling.temperature=0", "--pair.target.dtype=float32"]
+    flags += ["--pair.sampling.temperature=0", "--pair.target.dtype=float32", "--pair.draft.dtype=float32"]
     _, document = printed(capsys, "generate", *of(kind, *flags))
     source = ModelSource(path="checkpoints/tiny/target", dtype="float32")
     model, ids = load_model(source), encode(Prompt("prompt", (TEXT,)), load_tokenizer(source), "chat")
     expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :].tolist()
     assert document["token_ids"] == expected
     assert document["counts"]["num_accepted"] > 0
-
-
-def blocks(directory: Path) -> Path:
-    """A directory of DeepSpec's layout for the embedded target, of random weights."""
-    own = json.loads((ROOT / "checkpoints/tiny/target/config.json").read_text())
-    sizes = {name: own[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
-    keys = {"block_size": 4, "target_layer_ids": [-1, 3], "num_target_layers": own["num_hidden_layers"]}
-    keys |= {"mask_token_id": 0, "markov_rank": 8, "markov_head_type": "rnn", "num_hidden_layers": 2}
-    keys |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "head_dim": 16}
-    config = Qwen3Config(**sizes, **keys, num_key_value_heads=2, architectures=["Qwen3DSparkModel"])
-    directory.mkdir()
-    (directory / "config.json").write_text(config.to_json_string())
-    torch.manual_seed(0)
-    save_file(DSpark(config).state_dict(), directory / "model.safetensors")
-    return directory
-
-
-def test_blocks_write_what_the_target_writes_and_are_no_trees(capsys, tmp_path):
-    flags = ["--prompt", TEXT, "--max_new_tokens=16", "--policy=dspark:min_confidence=0.3"]
-    flags += [f"--pair.draft.path={blocks(tmp_path / 'blocks')}", "--pair.draft.dtype=float32"]
-    flags += ["--pair.sampling.temperature=0", "--pair.target.dtype=float32"]
-    argv = ["generate", *of("eagle", *flags)]
-    _, document = printed(capsys, *argv)
-    _, alone = printed(capsys, *argv, "--pair.draft.path=checkpoints/tiny/eagle", "--policy=fixed_length:k=0")
-    assert document["token_ids"] == alone["token_ids"]
-    assert 0 < document["counts"]["num_draft_forwards"] < document["counts"]["num_drafted"]
-    assert "which is a chain" in refusal(capsys, *argv, "--tree", "eagle2")
 
 
 @pytest.mark.slow
@@ -94,6 +65,7 @@ NO_MODEL = "no model with safetensors weights at 'no/such/model'"
 REFUSED = {
     "hierarchy": (["--pair.micro.path=checkpoints/tiny/micro"], "a feature draft"),
     "bench": (["--race.assistant=no/such/model", "--num_prompts=1"], NO_MODEL),
+    "generate a block's tree": ([*ASKED, "--pair.draft.path=checkpoints/tiny/dspark", TREE], "which is a chain"),
     "generate GliDe's tree": ([*ASKED, "--pair.draft.path=checkpoints/tiny/glide", TREE], "use CaPE's tree"),
     "generate compiled trees": ([*ASKED, "--decode.compile=stop", TREE], "drafted eagerly"),
     "generate compiled": ([*ASKED, "--decode.compile=stop"], "runs eagerly"),

@@ -1,28 +1,37 @@
 """Replay has the law of the real loop (law 4.10), exactly: every trace of a pair of toys with its probability, against
-every branch of the loop on a script of draws.
+every branch of the loop on a script of draws. Also settings side by side, totals, and what only a trace offers: the
+oracle, and AdaFlash's length head.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import expit
 
-import decode.loop.drafter
 from decode import SpeculativeDecoder
 from decode.loop.rounds import Counts
-from decode.policies import CumulativeTokenProb, FixedLength, LlamaCpp, Policy
+from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of
 from evaluation.flags.engines import ShortDrafts
+from evaluation.times import Times
+from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.replay import replay_settings
-from lm import Sampling, revealed_probs
+from evaluation.traces.trace import InputTensors, Trace
+from lm import Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
+from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, LearnedProb, decoder_of, toy_head
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
+from tests.toys.small_pair import LENGTH
+from tests.toys.small_pair import trace as small_trace
 from tests.toys.traces import EOS, Toys, traced
 
 GREEDY = Sampling(temperature=0)
@@ -122,29 +131,6 @@ def test_replay_has_the_loops_law_of_counts_for_every_policy(policy, how):
     assert_same_counts((POLICIES | {"longest": FixedLength(20), "diary": Diary()})[policy], **how)
 
 
-class Foresight(LearnedProb):
-    """Illegal: a trace has feedback before the draft has ended, and this acts on it at once; no loop can."""
-
-    def start(self):
-        object.__setattr__(self, "foreseen", False)
-        return super().start()
-
-    def feedback(self, state, drawn, acceptance_prob):
-        object.__setattr__(self, "foreseen", acceptance_prob < 0.5)
-        return super().feedback(state, drawn, acceptance_prob)
-
-    def after(self, state, drawn):
-        return state, self.foreseen & (drawn.position > 0)
-
-
-def test_a_policy_that_looks_at_the_future_and_a_lesson_of_one_token_too_many_change_the_law(monkeypatch):
-    with pytest.raises(AssertionError):
-        assert_same_counts(Foresight(), limit=4)
-    monkeypatch.setattr(decode.loop.drafter, "revealed_probs", lambda count, *those: revealed_probs(count + 1, *those))
-    with pytest.raises(AssertionError):
-        assert_same_counts(Diary(), limit=4)
-
-
 LIKELIEST = {
     "fixed": FixedLength(2),
     "p_min": LlamaCpp(n_max=3, p_min=0.6),
@@ -175,3 +161,130 @@ def test_discarding_short_drafts_is_refused_where_replay_would_not_be_exact():
             replay_settings(traced(sampling, 3, 3, (EOS,))[1], policy)
     with pytest.raises(ValueError, match="llama_cpp has no parameter 'n_min'"):  # no loop has a minimum length
         policy_of("llama_cpp", {"n_min": 2})
+
+
+@pytest.fixture(scope="module")
+def toys() -> Trace:
+    return traced("plain", 3, 3, (EOS,))[1]
+
+
+def test_settings_side_by_side_are_replayed_as_they_would_be_alone(toys):
+    values = np.array([0.0, 0.2, 0.35, 0.5, 1.0])
+    together = replay_settings(toys, CumulativeTokenProb(values))
+    for index, value in enumerate(values):
+        alone = replay_settings(toys, CumulativeTokenProb(float(value)))
+        for name in COUNTED:
+            assert np.array_equal(getattr(together.counts, name)[index], getattr(alone.counts, name)[0])
+        assert np.array_equal(together.lengths[index], alone.lengths[0])
+    with pytest.raises(ValueError, match="lengths differ"):
+        replay_settings(toys, AdaEDL(np.zeros(2), np.zeros(3)))
+
+
+def test_totals_are_sums_over_rows_that_account_for_every_token(toys):
+    counts = replay_settings(toys, POLICIES["fixed_length"]).total()
+    assert counts.num_emitted == toys.num_positions
+    # a round emits what it accepts and one token more, unless the draft's EOS ends the text
+    num_ended_by_draft = counts.num_accepted + counts.num_target - counts.num_emitted
+    assert 0 < num_ended_by_draft <= sum(row.response_ids[-1] == EOS for row in toys.rows)
+    assert counts.num_discarded == counts.num_drafted - counts.num_accepted + num_ended_by_draft
+
+
+def test_the_oracle_discards_nothing_and_runs_the_target_once_per_rejection_and_once_more(toys):
+    counts = replay_settings(toys, Oracle()).counts
+    assert not counts.num_discarded.any()
+    before_last = np.ones(toys.num_positions, dtype=bool)
+    before_last[toys.offsets[1:] - 1] = False
+    rejected = np.add.reduceat(toys.is_rejected & before_last, toys.offsets[:-1])
+    assert np.array_equal(counts.num_target[0], rejected + 1)
+    with pytest.raises(ValueError, match="outcomes"):  # no loop knows outcomes
+        decoder_of(Oracle())
+
+
+@cache
+def least_s(is_rejected: tuple[bool, ...], round_s: tuple[float, ...]) -> float:
+    """The least time of one response, over every draft length of every round, drafts past a rejection included."""
+    if not is_rejected:
+        return 0.0
+    ahead = is_rejected.index(True) if any(is_rejected) else len(is_rejected)
+    longest = min(len(round_s), len(is_rejected))
+    return min(round_s[k] + least_s(is_rejected[min(k, ahead) + 1 :], round_s) for k in range(longest))
+
+
+TIMES = {
+    "drafting an accepted token costs more than the target's own": Times.constant(1.5, 1.0),
+    "as much": Times.constant(1.0, 1.0),
+    "less": Times.constant(0.2, 1.0),
+    "verification grows": Times(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
+    "verification has a start": Times(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
+    "verification jumps": Times(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def well_accepted() -> Trace:
+    return small_trace(Sampling(temperature=0.6), copies=5)
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_the_oracle_takes_the_least_time_that_any_choice_takes(name, well_accepted):
+    cost, traced = TIMES[name], well_accepted
+    oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
+    outcomes = [tuple(traced.is_rejected[slice(*ends)].tolist()) for ends in pairwise(traced.offsets)]
+    assert cost.time_s(oracle)[0] == pytest.approx([least_s(one, cost.round_s(LENGTH)) for one in outcomes])
+    all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.t_target_s[0] * np.diff(traced.offsets)
+    assert oracle.counts.num_discarded.sum() == 0
+    if name == "less":
+        assert cost.time_s(oracle)[0] == pytest.approx(all_drafted)
+    elif name.startswith("verification"):
+        assert cost.time_s(oracle).sum() < min(all_drafted.sum(), alone.sum()) - 1e-9 or name == "verification grows"
+    elif name.startswith("drafting"):
+        assert cost.time_s(oracle)[0] == pytest.approx(alone)
+
+
+WIDTH, MARKOV = 3, 2
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[Trace, torch.Tensor]:
+    """A trace of blocks whose expected accepted length is 3 * last[0] - mean[1] + 0.5 of their states, and that length.
+    What follows the states is a Markov head's.
+    """
+    trace, generator = forms.traced("rnn"), torch.Generator().manual_seed(0)
+    lengths = trace.branch_lengths.tolist()
+    hidden = torch.randn(len(trace.token), WIDTH + MARKOV, generator=generator)
+    prob = torch.from_numpy(trace.drafts["acceptance_prob"][trace.num_positions :])
+    expected = torch.stack([block.cumprod(0).sum() for block in prob.split(lengths)])
+    for block, label in zip(hidden[trace.num_positions :].split(lengths), expected, strict=True):
+        if len(block):
+            block[-1, 0] = (label + block[:, 1].mean() - 0.5) / 3
+    inputs = InputTensors(hidden, torch.arange(1), torch.zeros(1, WIDTH))
+    return replace(trace, inputs=lambda: inputs, drafts=dict(trace.drafts)), expected
+
+
+def test_a_fit_recovers_a_linear_rule_and_reads_no_state_that_depends_on_a_drawn_token(planted):
+    trace, expected = planted
+    weights = fit_length(trace)
+    torch.testing.assert_close(weights, torch.tensor([0, -1, 0, 3, 0, 0, 0.5]).double(), atol=1e-5, rtol=0)
+    predict_length(trace, weights)
+    at = trace.first_drawn[trace.branch_lengths > 0]
+    predicted = trace.logit(ScoreHead("length"))[at]
+    np.testing.assert_allclose(predicted, expected[trace.branch_lengths > 0], atol=1e-5)
+    assert fit_length(replace(trace, inputs=None)) is None
+    assert fit_length(forms.traced("eagle")) is None, "no blocks"
+
+
+@pytest.mark.parametrize("extra", [-1.0, 0.0, 0.7, forms.LENGTH])
+def test_counts_of_predicted_lengths_are_those_by_hand(planted, extra):
+    trace, _ = planted
+    predict_length(trace, fit_length(trace))
+    predicted = trace.logit(ScoreHead("length"))[trace.first_drawn]
+    played = replay_settings(trace, PredictedLength(np.array([extra])))
+    for number, (row, start) in enumerate(zip(trace.rows, trace.offsets, strict=False)):
+        at, drafted, accepted, rounds = int(start), 0, 0, 0
+        while at < trace.offsets[number + 1]:
+            room = max(min(start + row.limit - at - 1, trace.branch_lengths[at]), 0)
+            length = min(max(np.ceil(predicted[at] + extra), 0), room)
+            passed = min(length, trace.num_passing[at])
+            at, drafted, accepted, rounds = at + int(passed) + 1, drafted + length, accepted + passed, rounds + 1
+        counts = [played.counts.num_drafted, played.counts.num_accepted, played.counts.num_target]
+        assert [each[0, number] for each in counts] == [drafted, accepted, rounds]

@@ -11,12 +11,9 @@ import pytest
 from decode.experiment import Experiment
 from evaluation.clock import rows_of
 from evaluation.competitor import make_competitor
-from evaluation.contest import Arm, result_of
-from evaluation.gain import Gain
-from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, join_traces
+from evaluation.traces.trace import Trace
 from lm import Sampling
 from tests.evaluation.commands import called, config_with, refusal, spelt
 from tests.toys.small_pair import trace
@@ -127,17 +124,3 @@ def test_amounts_of_rows_are_summed_by_prompt():
     played = replay_settings(renamed("s/b", "s/a", "s/a#2", "s/a#3", "s/c#2", "s/b"), competitor.policy)
     amounts = np.array([[1, 2, 4, 8, 16, 32], [1, 1, 1, 1, 1, 1]])
     assert played.per_prompt(amounts).tolist() == [[33, 14, 16], [2, 3, 1]]
-
-
-def test_the_interval_resamples_prompts_so_that_equal_draws_add_no_certainty():
-    def gain(traced: Trace) -> Gain:
-        results = []
-        for k in (4, 1):
-            competitor = make_competitor("fixed_length", "fixed_length", {"k": [k]})
-            played = replay_settings(traced, competitor.policy)
-            results.append(result_of(Arm(competitor, played, played), 0, Times.constant(0.2, 1.0)))
-        return results[0].over(results[1])
-
-    once, thrice = gain(trace(WARM)), gain(join_traces([trace(WARM)] * 3))
-    assert thrice == pytest.approx(once, rel=1e-9)
-    assert once.low < once.high

@@ -13,8 +13,7 @@ from decode.policies.scores import sigmoid
 from evaluation.times import Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
-from evaluation.tuning.index import Pairs, index_of, pairs_of, solve, token_scores
-from evaluation.tuning.rule import autos_for
+from evaluation.tuning.rule import Pairs, autos_for, index_of, pairs_of, solve, token_scores
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
