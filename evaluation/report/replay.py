@@ -51,8 +51,10 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     experiment = Experiment(config)
-    recorded = read_manifest(experiment.directory / "trace", command="trace", keys=["target", "draft"])
-    experiment.presume({"target": recorded["target"], "draft": recorded["draft"]})
+    directory = experiment.directory / "trace"
+    if (directory / "manifest.json").is_file():  # a missing trace is refused after what is wrong with the policy
+        recorded = read_manifest(directory, command="trace", keys=["target", "draft"])
+        experiment.presume({"target": recorded["target"], "draft": recorded["draft"]})
     if experiment.presumed:
         print(f"{' and '.join(sorted(experiment.presumed))} not here: taken for those of the trace", file=sys.stderr)
     rule = experiment.policy(policy)
