@@ -36,9 +36,12 @@ _INTERVAL = timedelta(minutes=3)
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """`TorchCheckpointIO` that writes files atomically."""
+    """`TorchCheckpointIO` that writes local files atomically; a user's own callback may name remote ones."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
         with atomic_file(Path(path)) as file:
             try:
                 torch.save(checkpoint, file)
