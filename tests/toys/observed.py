@@ -7,6 +7,8 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+import pytest
+
 from decode import Generation, Proposal, SpeculativeDecoder
 from lm import CachedModel
 
@@ -81,10 +83,7 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
     watched.append((target, "reset", reset))
     if draft is not None:
         watched += [(draft, "feed", draft_forward), (draft, "feed_drawn", draft_forward)]
-    for owner, name, watch in watched:
-        setattr(owner, name, partial(watch, getattr(owner, name)))
-    try:
+    with pytest.MonkeyPatch.context() as patch:  # puts back what a test had replaced
+        for owner, name, watch in watched:
+            patch.setattr(owner, name, partial(watch, getattr(owner, name)))
         yield seen
-    finally:
-        for owner, name, _ in watched:
-            delattr(owner, name)

@@ -9,6 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lm.selfcheck
 from decode import Generation, ModelDrafter, SpeculativeDecoder
+from decode.loop.decoder import integers_of
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
@@ -115,9 +116,9 @@ MUTANTS = {
         "roll_back",
         lambda self, length: setattr(self, "_length", min(self._length, length + 1)),
     ),
-    "rows_off_by_one": (batch_module, "_requested", lambda *args: [max(0, index - 1) for index in REQUESTED(*args)]),
+    "rows_off_by_one": (batch_module, "_last", lambda *args: [max(0, index - 1) for index in LAST(*args)]),
 }
-REQUESTED = batch_module._requested
+LAST = batch_module._last
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -162,8 +163,8 @@ TOY = decoder_of(FixedLength(2))
         (lambda: TOY.generate(torch.tensor([PROMPT]), 3), r"prompt is \[0, 1\] \(list\); it must be an integer"),
         (lambda: TOY.generate_batch([torch.zeros(2)], 3), r"a token id of a prompt is 0\.0 \(float\)"),
         (lambda: TOY.generate_batch([PROMPT], [3, 3]), "max_new_tokens has 2 entries for 1 prompts"),
-        (lambda: TOY.generate([1], 2.5), r"max_new_tokens is 2\.5"),
-        (lambda: TOY.generate([1], "3"), "max_new_tokens is '3'"),
+        (lambda: integers_of(2.5, "a limit"), r"a limit is 2\.5"),
+        (lambda: integers_of("3", "a limit"), "a limit is '3'"),
         (lambda: TOY.generate_batch([[1]], 4, batch_size=0), "batch_size is 0"),
         (lambda: TOY.generate_batch([[]], 4), "the prompt has no tokens"),
         (batch_of_a_window, "MistralForCausalLM cannot be decoded in batches: its cache has DynamicSlidingWindowLayer"),

@@ -183,7 +183,7 @@ def test_decoders_that_share_a_model_take_turns_and_never_at_once(kind, shared):
     generate = other.generate_batch if kind == "chain" else other.generate
     for refused in (generate, lambda prompt, num: next(other.stream(prompt, num))):
         with pytest.raises(ValueError, match=f"the {shared} is already in use, .* another open stream"):
-            refused([PROMPT] if refused is other.generate_batch else PROMPT, NUM)
+            refused([PROMPT] if refused == other.generate_batch else PROMPT, NUM)
     # the refused ones left it as it was
     assert (*begun, *(token for each in rounds for token in each.emitted)) == alone
     next(rounds := one.stream(PROMPT, NUM))
