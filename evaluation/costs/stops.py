@@ -39,7 +39,7 @@ STEPS = 10
 BUDGET_S = 15.0
 """Seconds that stops are timed for; longer where `FEWEST_CYCLES` take longer."""
 FEWEST_CYCLES = 6
-NUM_FIXED, _FIXED = 3, ""
+NUM_FIXED, FIXED = 3, ""
 """Rounds of the fixed length in a cycle, with which every kind is compared."""
 _RESAMPLES = 200
 
@@ -89,7 +89,7 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     if not policies:
         return {}
     length, prompt, target = drafted_length(loop), loop.prompts[0], loop.models.target
-    every = {_FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
+    every = {FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
     # never opened, so that several drafters may take one model
     session = Session(loop.sampling, loop.eos_ids, RandomSampler(torch.Generator().manual_seed(0)), prompt)
@@ -114,7 +114,7 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
         return seconds / proposal.num_draft_forwards
 
     def cycle() -> list[Draft]:
-        return [(kind, timed(kind)) for kind in order.permutation([*policies, *[_FIXED] * NUM_FIXED]).tolist()]
+        return [(kind, timed(kind)) for kind in order.permutation([*policies, *[FIXED] * NUM_FIXED]).tolist()]
 
     cycle()  # a warm-up
     desc = f"costs: stops of {len(policies)} kinds"
@@ -145,11 +145,11 @@ def stops_of(cycles: Sequence[Sequence[Draft]], kinds: Sequence[str]) -> dict[st
     drawn = np.random.default_rng(0).integers(len(cycles), size=(_RESAMPLES, len(cycles)))
     samples = np.vstack([np.arange(len(cycles)), drawn])
     medians = {}
-    for kind in (_FIXED, *kinds):
+    for kind in (FIXED, *kinds):
         timed = zip(cycles, levels_s, strict=True)
         steps = np.array([[step_s / level_s for name, step_s in cycle if name == kind] for cycle, level_s in timed])
         medians[kind] = np.median(steps[samples], axis=(1, 2))
-    fixed, unit_s = medians.pop(_FIXED), typical(levels_s)  # as t_draft is: of the machine at its best
+    fixed, unit_s = medians.pop(FIXED), typical(levels_s)  # as t_draft is: of the machine at its best
     added_s = {kind: unit_s * (steps - fixed) for kind, steps in medians.items()}
     return {kind: (max(0.0, float(seconds[0])), float(seconds[1:].std())) for kind, seconds in added_s.items()}
 

@@ -17,7 +17,7 @@ from decode.policies.auto import Auto
 from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, time_generations
 from evaluation.costs.plan import timing_line
-from evaluation.costs.stops import drafted_length, policies_by_kind, sizes, time_stops
+from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
 from evaluation.papers.specdec import regressed
 from evaluation.times import StopShares, Times
 from evaluation.traces.bounds import Oracle, ScoreHead
@@ -196,6 +196,11 @@ def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten_and_twice_the_work_i
     assert found["slow"][0] > found["entropy"][0] >= 0
     assert found["entropy"][1] > 0
     assert found["slower"][0] / found["slow"][0] == pytest.approx(2, rel=0.3)
+
+
+def test_a_stop_is_what_a_step_takes_beyond_that_of_a_fixed_length_and_never_less_than_nothing():
+    stops = stops_of([[(FIXED, 2.0), ("slow", 5.0), ("free", 1.9)]] * 3, ["slow", "free"])
+    assert stops == {"slow": (pytest.approx(3.0), pytest.approx(0.0)), "free": (0.0, pytest.approx(0.0))}
 
 
 def test_a_loop_that_drafts_nothing_has_no_stops(loop):
