@@ -10,6 +10,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub, and without a network each request is tried for a minute
 torch.set_num_threads(1)  # models here are toys: a second thread only costs them
 gc.disable()  # until everything is imported: all of that stays
 

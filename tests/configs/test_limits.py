@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from jsonargparse import ArgumentError
 from pytorch_lightning import Trainer
 
@@ -239,7 +238,6 @@ def experiment_with(pair: dict[str, Any], name: str, value: Any) -> dict[str, An
 @pytest.mark.slow
 def test_every_setting_is_taken_or_refused_by_its_name_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     parser, random_of = parser_for(nothing, trainer=Trainer), random.Random(0)
     defaults = parser.get_defaults().as_dict()
     pair = {model: {"path": str(TINY / model)} for model in ("target", "draft")}
