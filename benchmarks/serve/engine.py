@@ -4,7 +4,7 @@ JOB      {"target", "draft" (null: no speculation), "longest", "settings" (null:
          `LLM`'s)}
 batch    {"name", "requests": [{"prompt_ids", "max_tokens", "policy"}], and optionally "temperature" (0), "top_p" (1),
          "concurrency" (all at once), "ignore_eos" (false), "abort_at": a step at which every third request is aborted,
-         "is_illegal": drop drafted tokens that are not the likeliest, under policies that read max_prob}
+         "is_illegal": drop drafted tokens of probability below 0.5, under policies that read token_prob}
 result   {"answers", "counters", "seconds", "cpu_seconds", "rss_mib", "num_lanes", "times"}
 answers  {"token_ids" (null: aborted), "rounds": [[tokens verified, tokens accepted], ...]} of each request
 
@@ -33,7 +33,7 @@ COUNTERS = (
     "prefix_cache_hits",
 )
 MARK = "result: "
-_ALMOST = 0.999
+_EVEN = 0.5
 _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 
@@ -174,7 +174,7 @@ def _illegal() -> Any:
 
     def dropped(lane: Lane, token: int, drawn: AfterDraw) -> None:
         take(lane, token, drawn)
-        if lane.tokens and drawn.token_prob < _ALMOST * drawn.max_prob:
+        if lane.tokens and drawn.token_prob < _EVEN:
             lane.run.stop("policy")
             lane.tokens.pop()
             lane.run.steps.pop()

@@ -97,7 +97,7 @@ def test_tokens_are_plain_vllms_and_rounds_are_our_loops_for_every_policy(serve,
 
 def test_sampled_tokens_have_the_targets_law_and_a_policy_that_drops_tokens_is_caught(serve, pair):
     requests = requests_of(pair, [AUTO, *POLICIES], 4 * NUM)
-    dropping = [request | {"policy": "max_prob:min_max_prob=0.0"} for request in requests]
+    dropping = [request | {"policy": "token_prob:min_token_prob=0.0"} for request in requests]
     batches: list[Batch] = [{"name": "temperature_1", "requests": requests, "temperature": 1.0}]
     batches.append({"name": "nucleus", "requests": requests, "temperature": 0.7, "top_p": 0.9})
     # at 1 the target is so sure of most tokens that dropping others changes little
