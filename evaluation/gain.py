@@ -62,12 +62,12 @@ class Gain(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As in tables: +20.1% (+17.2%, +23.0%)."""
+        """The gain and its interval as tables write them: +20.1% (+17.2%, +23.0%)."""
         return f"{self.value:+.1%} ({self.low:+.1%}, {self.high:+.1%})"
 
     @property
     def words(self) -> str:
-        """As in sentences: +20 % (17, 23)."""
+        """The gain and its interval as sentences write them: +20 % (17, 23)."""
         value, low, high = (round(100 * part) for part in (self.value, self.low, self.high))
         return f"{value:+d} % ({low}, {high})"
 

@@ -301,7 +301,7 @@ class CachedModel:
         return logits, None
 
     def accepted(self, **settings: Any) -> dict[str, Any]:
-        """Those of the settings that the model's forward takes."""
+        """The settings whose names are parameters of the model's forward."""
         return {name: value for name, value in settings.items() if name in self._parameters}
 
     def _check_lengths(self) -> None:

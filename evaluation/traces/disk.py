@@ -50,7 +50,7 @@ class ShardKey(NamedTuple):
     """Number of the draw of the coins, each independent of the others."""
 
     def paths(self, directory: Path) -> tuple[Path, Path]:
-        """Of rows and signals."""
+        """The files of the shard's rows and of its signals."""
         name = f"{self.split}-{self.shard:05d}" + (f"-draw{self.draw}" if self.draw else "")
         folder = directory / self.dataset
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"

@@ -90,7 +90,7 @@ class Trace:
 
     @property
     def token(self) -> Int[Array, " drafts"]:
-        """Token ids."""
+        """Ids of the drawn tokens."""
         return self.drafts["token"]
 
     @property
@@ -105,7 +105,7 @@ class Trace:
 
     @property
     def num_passing(self) -> Int[Array, " positions"] | None:
-        """Of a feature draft, the accepted tokens of the whole draft of a round that starts at each position."""
+        """Accepted tokens of the draft that starts at each position; only of a feature draft, else None."""
         return self.positions.get("num_passing")
 
     @cached_property

@@ -35,7 +35,7 @@ _CACHED_BLOCKS = 2 * POOL_SIZE + 1
 
 
 class Item(NamedTuple):
-    """One response."""
+    """Where a response is: its shard, and its row there."""
 
     shard: int
     row: int
