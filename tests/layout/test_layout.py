@@ -35,7 +35,7 @@ CEILINGS = {
     "serve": (792, 800),
     "checkpoints/recipes": (1459, 1400),
     "benchmarks": (567, 800),
-    "tests": (22671, 18000),
+    "tests": (22674, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 144
