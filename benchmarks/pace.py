@@ -29,8 +29,7 @@ from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.sets import load_prompts
-from data_gen.responses.conversation import ShardSpec, ask
-from data_gen.responses.exchange import Exchange
+from data_gen.responses.exchange import Exchange, ShardSpec, ask
 from data_gen.store.manifest import git_commit
 from evaluation.turns import in_turns
 from heads.batches.module import FeatureData

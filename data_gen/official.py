@@ -26,9 +26,8 @@ from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.worker import Job, Worker, check_lengths, limit_of
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.splits import SPLITS
-from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers, Exchange
+from data_gen.prompts.sets import SPLITS
+from data_gen.responses.exchange import Answers, Exchange, ShardSpec
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import FORMAT, settle
 from lm import load_config, load_pair_tokenizer

@@ -13,10 +13,9 @@ from typing import Any, Literal, get_args
 
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
-from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.stages import settled
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.sets import load_prompts, set_name, sources_of
-from data_gen.prompts.splits import Split
+from data_gen.prompts.sets import Split, load_prompts, set_name, sources_of
 from data_gen.prompts.templates import encode
 from data_gen.store.identity import describe_model
 from data_gen.store.manifest import read_manifest

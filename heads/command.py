@@ -10,7 +10,7 @@ import torch
 
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
-from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.stages import settled
 from data_gen.store.identity import describe_model
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData

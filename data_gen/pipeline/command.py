@@ -13,14 +13,12 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, share_of
-from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other_prompts, shards_of, stages_of
+from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other_prompts, settled, shards_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
-from data_gen.prompts.sets import unreadable
-from data_gen.prompts.splits import SPLITS
+from data_gen.prompts.sets import SPLITS, unreadable
 from data_gen.prompts.templates import TEMPLATES
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, settle
 from data_gen.store.rows import account

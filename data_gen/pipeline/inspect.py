@@ -14,7 +14,7 @@ from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import answers_in
 from data_gen.prompts.prompt import json_lines
-from data_gen.prompts.splits import SPLITS
+from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from data_gen.store.rows import read_rows
 from store.progress import Bar

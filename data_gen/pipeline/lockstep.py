@@ -17,7 +17,7 @@ from torch import distributed
 
 from configs.schema import PairConfig
 from data_gen.pipeline.worker import Job, Worker
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import ShardSpec
 from lm import free_memory, load_config
 from lm.parallel import check_slices, join, sliced_models, slices_of
 

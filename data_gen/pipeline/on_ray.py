@@ -18,7 +18,7 @@ import torch
 
 from configs.schema import RayConfig
 from data_gen.pipeline.worker import Job, Worker
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import ShardSpec
 from store.progress import Bar
 
 _RESTARTS = 3

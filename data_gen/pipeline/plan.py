@@ -19,11 +19,10 @@ from typing import Any
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.sizes import settled
-from data_gen.pipeline.stages import is_done, shards_of, stages_of
+from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of
 from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import ShardSpec
 from data_gen.store.rows import read_rows
 from lm import free_memory, load_config
 from lm.features.released import released_layout_of, width_of

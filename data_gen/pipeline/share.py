@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from configs.schema import DataConfig, PairConfig
-from data_gen.responses.conversation import ShardSpec
+from data_gen.responses.exchange import ShardSpec
 from store.lock import LOCK, holder_of, in_words, only_writer
 
 _TURN_S = 300.0

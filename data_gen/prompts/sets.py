@@ -1,20 +1,30 @@
-"""The prompts of a run: known sets by name, others by hub id, local files and directories, in proportion to weights.
+"""The prompts of a run, and their splits: known sets by name, others by hub id, local files and directories, in
+proportion to weights.
 
-A known set is one entry of `SETS`. JSON is read here, line by line or as one array, since `datasets` refuses a whole
-file for one malformed record.
+Splits depend on the run's seed and each prompt's content, never on file order or ids: prompts are ordered by
+sha256(seed / content); the first part is test, then dev, then train, in the proportions of `split_weights`, and a run
+takes the first `num_*` of each. Duplicates are dropped, so no content is in two splits. A larger run contains the
+smaller one, and no choice of sizes moves a prompt from one split to another.
+
+JSON is read in `data_gen.prompts.prompt`, since `datasets` refuses a whole file for one malformed record.
 """
 
+import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once
-from data_gen.prompts.splits import Split, in_hash_order, split_by_id, without_duplicates
 from data_gen.prompts.stories import stories
+from lm.draws import seed_of
 
+Split = Literal["train", "dev", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+_SPLIT_IDS = 'data.split_ids takes a JSON object of id lists such as {"dev": [3, 5], "test": [8]}'
 WEIGHTS = (40, 10, 2)
 """Default shares of train, dev and test: those of SpecDec++ on Alpaca."""
 
@@ -60,7 +70,7 @@ def load_prompts(
     config: DataConfig, split: Split, *, may_be_fewer: bool = False, section: str = "data"
 ) -> list[Prompt]:
     """The run's prompts of one split, in the order of the shards; a longer list begins with the shorter one. `config`
-    is `settled` (`data_gen.pipeline.sizes`); `section` of the experiment requests the prompts. ValueError: a malformed
+    is `settled` (`data_gen.pipeline.stages`); `section` of the experiment requests the prompts. ValueError: a malformed
     record, a repeated id, or fewer prompts than requested, unless there `may_be_fewer`.
     """
     requested: int | None = getattr(config, f"num_{split}")
@@ -167,6 +177,54 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     if repeats := len(prompts) - sum(map(len, splits.values())):
         say_once(f"{source.path}: {repeats} of {len(prompts)} prompts are duplicates and are left out")
     return splits[split]
+
+
+def split_by_id(
+    prompts: Iterable[Prompt], *, weights: tuple[int, int, int], seed: int, split_ids: str | None = None
+) -> dict[Split, list[Prompt]]:
+    """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the file
+    `split_ids`. Of duplicates one is kept, in test before dev before train. ValueError: no share, or a file of another
+    form.
+    """
+    in_order = in_hash_order(prompts, seed)
+    if split_ids is not None:
+        listed = _listed(split_ids)  # other ids are train
+        parts = {split: [p for p in in_order if listed.get(p.id, "train") == split] for split in SPLITS}
+        test = without_duplicates(parts["test"])
+        dev = without_duplicates(parts["dev"], test)
+        return {"train": without_duplicates(parts["train"], [*dev, *test]), "dev": dev, "test": test}
+    if sum(weights) == 0:
+        raise ValueError(f"data.split_weights is {list(weights)}; give train, dev or test a share above 0")
+    in_order = without_duplicates(in_order)
+    num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
+    test, dev, train = in_order[:num_test], in_order[num_test:][:num_dev], in_order[num_test + num_dev :]
+    return {"train": train, "dev": dev, "test": test}
+
+
+def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
+    """The prompts by the hash of seed and content: a shuffle that other prompts do not change."""
+    return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", ascii(prompt.content)), prompt.id))
+
+
+def without_duplicates(prompts: Iterable[Prompt], earlier: Iterable[Prompt] = ()) -> list[Prompt]:
+    """The prompts whose content neither an earlier one has nor one of `earlier`."""
+    excluded, first_of = {prompt.content for prompt in earlier}, dict[tuple[str, ...], Prompt]()
+    for prompt in prompts:
+        first_of.setdefault(prompt.content, prompt)
+    return [prompt for content, prompt in first_of.items() if content not in excluded]
+
+
+def _listed(path: str) -> dict[str, str]:
+    """Id -> split, as a file of id lists defines it."""
+    try:
+        lists = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {_SPLIT_IDS}") from error
+    if not isinstance(lists, dict) or not all(isinstance(ids, list) for ids in lists.values()):
+        raise ValueError(f"{path} holds {lists!r:.60}; {_SPLIT_IDS}")
+    if unknown := set(lists) - set(SPLITS):
+        raise ValueError(f"{path} has the split {sorted(unknown)[0]!r}; use {', '.join(SPLITS)}")
+    return {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
 
 
 def set_of(source: PromptSource) -> PromptSet:

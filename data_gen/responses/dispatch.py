@@ -20,8 +20,7 @@ import openai
 from tqdm import tqdm
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec
-from data_gen.responses.exchange import Answers, RefusedError
+from data_gen.responses.exchange import Answers, RefusedError, ShardSpec
 
 Result = TypeVar("Result")
 _REFUSING, _FAILING = (400, 422, 500), 500

@@ -1,11 +1,21 @@
-"""Requests to a source of responses, and its answers (law 4.6)."""
+"""Requests to a source of responses, and its answers (law 4.6): a shard's conversations, turn by turn. The request of
+a turn contains the target's replies to earlier turns.
+"""
 
+import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import DataConfig
+from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.templates import encode_text, render
+from lm.draws import seed_of
 
 _MIN_ROWS, _MAX_ROWS, _HOPELESS_SHARE = 8, 32, 0.9
 """A run stops once this share of the latest 8 to 32 rows failed."""
@@ -96,3 +106,105 @@ class LatestRows:
             raise ValueError(
                 f"{len(failed)} of the last {num} {subject}; the latest, {failed[-1].id}: {failed[-1].reason}; {remedy}"
             )
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The prompts of one shard, and its index in the run."""
+
+    split: str
+    index: int
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def digests(self) -> list[str]:
+        """A digest of each prompt, by which a later run recognises it."""
+        return [hashlib.sha256(ascii(prompt).encode()).hexdigest()[:16] for prompt in self.prompts]
+
+    @property
+    def name(self) -> str:
+        """The shard in files and messages: train-00012."""
+        return f"{self.split}-{self.index:05d}"
+
+    @property
+    def row_ids(self) -> list[str]:
+        """The row ids of all turns of all conversations; each becomes a row or a problem."""
+        return [row_id(prompt, turn) for prompt in self.prompts for turn in range(len(prompt.turns))]
+
+    @property
+    def num_requests(self) -> int:
+        """Number of turns of all conversations."""
+        return sum(len(prompt.turns) for prompt in self.prompts)
+
+
+def ask(
+    spec: ShardSpec,
+    source: ResponseSource,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    progress: Progress,
+    kept: Mapping[str, Exchange] | None = None,
+) -> Answers:
+    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
+    row id -> an existing row, which is not requested again.
+    """
+    answers: dict[str, Exchange | Problem] = dict(kept or {})
+    for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
+        requests: list[Request] = []
+        for prompt in (prompt for prompt in spec.prompts if turn < len(prompt.turns)):
+            if (name := row_id(prompt, turn)) not in answers:
+                earlier = [answers[row_id(prompt, number)] for number in range(turn)]
+                request = _request(prompt, name, earlier, tokenizer, data)
+                if isinstance(request, Request):
+                    requests.append(request)
+                    continue
+                answers[name] = request
+            progress(1)
+        if requests:
+            seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
+            answers |= {answer.id: answer for answer in source.respond(requests, seed, progress)}
+    return in_order(spec, answers.values())
+
+
+def in_order(spec: ShardSpec, rows: Iterable[Exchange | Problem]) -> Answers:
+    """The answer to every turn of the shard; of several with the same id the last counts."""
+    by_id = {row.id: row for row in rows}
+    answers = [by_id[name] for name in spec.row_ids]
+    exchanges = [answer for answer in answers if isinstance(answer, Exchange)]
+    return Answers(exchanges, [answer for answer in answers if isinstance(answer, Problem)])
+
+
+def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Answers:
+    """The answers with these rows (row -> reason) turned into problems."""
+    new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
+    return in_order(spec, [*answers.exchanges, *answers.problems, *new])
+
+
+def row_id(prompt: Prompt, turn: int) -> str:
+    """The prompt's id; from its second turn on with the number of the turn, as in `81#2`."""
+    return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
+
+
+def _request(
+    prompt: Prompt,
+    name: str,
+    earlier: list[Exchange | Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+) -> Request | Problem:
+    """The request of the turn after the `earlier` ones, or the reason why there is none."""
+    if earlier and isinstance(earlier[-1], Problem):
+        return Problem(name, "skipped", f"an earlier turn of this conversation, {earlier[-1].id}, has no response")
+    if not prompt.turns[len(earlier)].strip():
+        return Problem(name, "skipped", "empty prompt")
+    if not prompt.is_text:
+        return Problem(name, "skipped", "the prompt has a lone surrogate (half of a character)")
+    responses = [answer.response_ids for answer in earlier if isinstance(answer, Exchange)]
+    replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
+    text = render(prompt, tokenizer, data.template, replies)
+    prompt_ids = encode_text(text, tokenizer, data.template)
+    if len(prompt_ids) > data.max_prompt_tokens:
+        reason = f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
+        return Problem(name, "skipped", reason)
+    return Request(name, text, prompt_ids)

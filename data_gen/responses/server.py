@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from configs.schema import ServerConfig
-from data_gen.responses.conversation import ShardSpec, ask, in_order
 from data_gen.responses.dispatch import Servers
 from data_gen.responses.exchange import (
     Answers,
@@ -27,6 +26,9 @@ from data_gen.responses.exchange import (
     RefusedError,
     Request,
     ResponseSource,
+    ShardSpec,
+    ask,
+    in_order,
 )
 from data_gen.responses.text import Spelling
 from data_gen.responses.top_logprobs import DistributionReader

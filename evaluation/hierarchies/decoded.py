@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_gen.prompts.splits import Split
+from data_gen.prompts.sets import Split
 from data_gen.store.manifest import digest, settle
 from decode.experiment import LEVELS, Experiment, Level
 from decode.loop.decoder import Generation, SpeculativeDecoder

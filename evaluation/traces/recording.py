@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
-from data_gen.prompts.splits import Split
-from data_gen.responses.conversation import ShardSpec, ask, row_id
-from data_gen.responses.exchange import Exchange
+from data_gen.prompts.sets import Split
+from data_gen.responses.exchange import Exchange, ShardSpec, ask, row_id
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment

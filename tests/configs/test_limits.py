@@ -26,7 +26,7 @@ from data_gen.official import import_ as import_data
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.inspect import responses
-from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.stages import settled
 from data_gen.prompts.sets import set_of, sources_of
 from decode.experiment import Experiment
 from decode.generate.command import generate

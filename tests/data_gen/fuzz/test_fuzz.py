@@ -21,8 +21,7 @@ from configs.schema import Config, PromptSource
 from data_gen.official import _parse, _read
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
-from data_gen.prompts.sets import read, set_of
-from data_gen.prompts.splits import split_by_id
+from data_gen.prompts.sets import read, set_of, split_by_id
 from data_gen.responses.exchange import Request
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.store.manifest import read_manifest, settle

@@ -15,7 +15,7 @@ from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import acceptance_prob_of, label_draft, label_target
 from data_gen.pipeline import stages, worker
 from data_gen.pipeline.worker import Worker
-from data_gen.responses import conversation, in_process
+from data_gen.responses import exchange, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
 from data_gen.store import labels as stored_labels
 from lm import Sampling, forwards
@@ -117,7 +117,7 @@ MUTANTS = {
     "drawn before warping": (OF_SAMPLING, {"sampling": WARPED}, laws, "label_draft", _drawn_before_warping),
     "cross-entropy swapped": (INDEPENDENT, PLAIN, labeller, "label_target", _cross_entropy_swapped),
     "draws shared by shards": (SEEDS, {}, worker, "seed_of", lambda *parts: seed_of(*parts[:-1])),
-    "responses shared by shards": (SEEDS, {}, conversation, "seed_of", lambda *parts: seed_of(*parts[:3], parts[4])),
+    "responses shared by shards": (SEEDS, {}, exchange, "seed_of", lambda *parts: seed_of(*parts[:3], parts[4])),
     "coins of the draft's draws": (SEEDS, {}, worker, "seed_of", lambda seed, stage, *more: seed_of(seed, *more)),
     "coins shared by mixes": (MIXES, {}, worker, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
     "uniforms shared by rows": (LAW, {}, in_process, "uniforms", _uniforms_of_one_row),

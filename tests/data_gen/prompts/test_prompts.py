@@ -9,11 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.stages import settled
 from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt, prompt_of
-from data_gen.prompts.sets import WEIGHTS, load, load_prompts, set_of
-from data_gen.prompts.splits import SPLITS, split_by_id
+from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, split_by_id
 from data_gen.prompts.templates import encode, render
 
 

@@ -15,8 +15,7 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.sets import load_prompts
-from data_gen.prompts.splits import SPLITS, Split
+from data_gen.prompts.sets import SPLITS, Split, load_prompts
 from data_gen.stats import stats
 from data_gen.store.manifest import read_manifest
 from tests.data_gen.on_disk import errors_of, rows_of, with_data, with_prompts, write_lines

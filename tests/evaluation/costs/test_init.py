@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config
-from data_gen.pipeline.sizes import settled
+from data_gen.pipeline.stages import settled
 from data_gen.pipeline.worker import check_lengths
 from decode.experiment import Experiment
 from evaluation.costs.init import init

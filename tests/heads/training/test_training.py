@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 import heads
 from configs.schema import Config
-from data_gen.pipeline import sizes
+from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from heads import AcceptanceHead, train_heads
 from heads.batches.module import FeatureData
@@ -222,9 +222,9 @@ def test_features_follow_from_what_heads_read(tmp_path: Path):
     ):
         config = make_config(tmp_path, tmp_path, timings=timings, specdec=specdec)
         data = replace(config.data, features=None)
-        assert sizes.settled(data, config.heads).features == features
+        assert stages.settled(data, config.heads).features == features
     (tmp_path / "manifest.json").write_text(json.dumps({"features": ["fed", "drawn"]}))
-    assert sizes.settled(data, config.heads).features == ("fed", "drawn"), "a directory keeps what it was made with"
+    assert stages.settled(data, config.heads).features == ("fed", "drawn"), "a directory keeps what it was made with"
 
 
 def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data_dir, tmp_path, monkeypatch):
@@ -237,7 +237,7 @@ def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data
         with pytest.raises(ValueError, match=complaint):
             make(replace(config, data=data))
         assert not (tmp_path / "data" / "manifest.json").exists()
-        assert sizes.settled(data, replace(config.heads, features="online")).features == given
+        assert stages.settled(data, replace(config.heads, features="online")).features == given
     with_manifest(data_dir, monkeypatch, "heads.batches.module")["features"] = ["fed"]
     config = make_config(data_dir, tmp_path, timings=("drawn",))
     with pytest.raises(ValueError, match=r"made with fed features, .* need drawn features; .* without data\.features"):
