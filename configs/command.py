@@ -22,6 +22,7 @@ from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.shipped import NAMES, experiment_file, with_shipped_models
 
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 Command = Callable[..., Any]
 _LONGEST_LINE = 1000
 SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decode": DecodeConfig}
@@ -44,7 +45,7 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
     text = f"YAML of the experiment, or the name of a shipped one: {', '.join(NAMES)}"
     parser.add_argument("--config", action=_Experiment, help=text)
     for name, section in SECTIONS.items():
-        class_parser(section, name, parser)
+        parser.add_class_arguments(section, name)
     if trainer is None:
         parser.add_argument("--trainer", type=dict[str, Any], default={}, help="pytorch_lightning.Trainer's arguments")
     else:
@@ -53,22 +54,20 @@ def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentPars
     return parser
 
 
-def class_parser(section: type, name: str, parser: ArgumentParser | None = None) -> ArgumentParser:
-    """A parser, or the given one, with the fields of a dataclass as flags `--name.field`."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser() if parser is None else parser
+def class_parser(section: type, name: str) -> ArgumentParser:
+    """A parser with the fields of a dataclass as flags `--name.field`."""
+    parser = ArgumentParser()
     parser.add_class_arguments(section, name)
     return parser
 
 
 def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
     """Accept `--json` for `--json true`, and `--for` for the parameter `for_`."""
-    kinds = get_type_hints(command)
+    kinds, options = get_type_hints(command), parser._option_string_actions
     for action in parser._actions:
         if action.dest in kinds and action.dest.endswith("_"):
-            written = f"--{action.dest.rstrip('_')}"
-            action.option_strings = [written]
-            parser._option_string_actions[written] = parser._option_string_actions.pop(f"--{action.dest}")
+            action.option_strings = [f"--{action.dest.rstrip('_')}"]
+            options[action.option_strings[0]] = options.pop(f"--{action.dest}")
         if kinds.get(action.dest) is bool:
             action.nargs, action.const = "?", True
 
@@ -84,8 +83,8 @@ def config_of(parser: ArgumentParser, parsed: Namespace) -> Config:
         refuse_null(section, parsed[name], name)
     built = parser.instantiate(parsed)
     trainer = built.trainer.as_dict() if isinstance(built.trainer, Namespace) else dict(built.trainer)
-    sections = {name: built[name] for name in SECTIONS}
-    config = Config(trainer=trainer, **sections | {"pair": with_shipped_models(sections["pair"])})
+    sections = {name: built[name] for name in SECTIONS} | {"pair": with_shipped_models(built["pair"])}
+    config = Config(trainer=trainer, **sections)
     check_limits(config)
     return config
 

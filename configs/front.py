@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from configs.command import ending_in_one_line, refuse_wrong, run
 from configs.hints import fail, meant
 from configs.schema import Config
-from configs.screens import SHELLS, completion_of, screen_of, summary_of
+from configs.screens import screen_of, summary_of
 
 TRAINING = ("train", "all")
 """Commands whose `trainer` section is checked against pytorch_lightning.Trainer."""
@@ -40,10 +40,7 @@ _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
 _USAGE = "usage: acceptance-heads COMMAND --config FILE [options]"
-_CLOSING = (
-    "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version",
-    "  --completion bash|zsh prints a completion script: source <(acceptance-heads --completion bash)",
-)
+_CLOSING = "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version"
 COMMANDS: dict[str, Entry] = {
     "init": Entry("evaluation.costs.init:init"),
     "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
@@ -85,11 +82,7 @@ def _main(argv: list[str] | None) -> None:
     if name == "--version":
         print(f"acceptance-heads {version('acceptance-heads')}")
     elif name in ("-h", "--help"):
-        print("\n".join([_USAGE, "", *_overview(), "", *_CLOSING]))
-    elif name == "--completion" and len(rest) == 1 and rest[0] in SHELLS:
-        print(completion_of({name: command_of(name) for name in COMMANDS}, rest[0]))
-    elif name == "--completion":
-        fail(f"--completion is {' '.join(rest)!r}; it takes {' or '.join(SHELLS)}")
+        print("\n".join([_USAGE, "", *_overview(), "", _CLOSING]))
     elif name not in COMMANDS:
         fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
     elif {"-h", "--help"} & set(rest):

@@ -1,7 +1,5 @@
-"""Limits of every number and path of an experiment's YAML, checked before a command starts.
-
-What depends on more than the setting itself (available prompts, positions that a model reads) is checked by the package
-that knows it.
+"""Limits of every number and path of an experiment's YAML, checked before a command starts. Limits that depend on more
+than the setting (available prompts, positions that a model reads) are checked by the package that knows them.
 """
 
 import math
@@ -73,10 +71,10 @@ def refuse_null(schema: Any, section: Any, name: str) -> None:
     if not isinstance(section, Mapping) and not hasattr(section, "__dict__"):
         raise ValueError(f"{name} is {'null' if section is None else section}; give it settings, or remove it")
     for key, kind in get_type_hints(schema).items() if schema else ():
-        value, kinds = getattr(section, key), get_args(kind) or (kind,)
-        if value is None and NoneType not in kinds:
+        value = getattr(section, key)
+        if value is None and NoneType not in get_args(kind):
             raise ValueError(f"{name}.{key} is null; give it a value, or remove it")
-        if kinds == (kind,) and is_dataclass(kind):
+        if is_dataclass(kind):
             refuse_null(kind, value, f"{name}.{key}")
 
 
@@ -96,11 +94,9 @@ def check_limits(config: Config) -> None:
     urls = config.data.server.urls
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"data.server.url is {url!r}; it must begin with http:// or https://, such as http://localhost:8000/v1"
-            )
+    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
+        example = "such as http://localhost:8000/v1"
+        raise ValueError(f"data.server.url is {wrong[0]!r}; it must begin with http:// or https://, {example}")
     for name in ("max_epochs", "max_steps"):
         value = config.trainer.get(name, -1)
         if value not in (None, -1) and not _COUNT.admits(value):

@@ -20,18 +20,18 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
         name: the name of the setting or flag, for the message.
         may_be_on_hub: the setting also takes owner/name.
     """
-    if isinstance(value, str | PurePath):
-        text = str(value)
-        if not text.strip() or "\0" in text or max(len(os.fsencode(part)) for part in text.split("/")) > _LONGEST_NAME:
-            remedy = f"use names of 1 to {_LONGEST_NAME} bytes without null characters"
-            raise ValueError(f"{name} is {text[:60]!r}, not a valid file name; {remedy}")
     if hasattr(value, "save_pretrained"):
         raise ValueError(
             f"{name} is a {type(value).__name__}, but must be a path; save it with save_pretrained and give that "
             "directory, or pass it to data_gen.make_data"
         )
-    url = _URL.match(str(value)) if isinstance(value, str | PurePath) else None
-    if url is None:
+    if not isinstance(value, str | PurePath):
+        return
+    text = str(value)
+    if not text.strip() or "\0" in text or max(len(os.fsencode(part)) for part in text.split("/")) > _LONGEST_NAME:
+        remedy = f"use names of 1 to {_LONGEST_NAME} bytes without null characters"
+        raise ValueError(f"{name} is {text[:60]!r}, not a valid file name; {remedy}")
+    if (url := _URL.match(text)) is None:
         return
     scheme, rest = url.groups()
     limit = "a local path or a hub id (owner/name)" if may_be_on_hub else "a local path"
@@ -41,14 +41,10 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
         remedy = "write owner/name alone"
     else:
         remedy = f"mount the {scheme}:// storage and give the mounted path, or copy the data to this machine"
-    raise ValueError(f"{name} is {str(value)!r}, a URL, but must be {limit}; {remedy}")
+    raise ValueError(f"{name} is {text!r}, a URL, but must be {limit}; {remedy}")
 
 
 def local_path(value: str | PurePath, name: str) -> Path:
-    """The path that a flag or an argument gives.
-
-    Raises:
-        ValueError: it is a URL.
-    """
+    """The path that a flag or an argument gives; ValueError for a URL."""
     check_local(value, name)
     return Path(value)

@@ -1,7 +1,6 @@
 """The sections of an experiment's YAML: `pair`, `data`, `heads`, `trainer`, `decode`.
 
-A field's docstring is its help on the command line. `configs.limits` has ranges, and refuses URLs instead of paths.
-"""
+A field's docstring is its help on the command line. `configs.limits` has ranges, and refuses URLs instead of paths."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -25,7 +24,7 @@ class ModelSource:
     """A value of accelerate: auto, cpu, cuda:0, or a map of modules; null: GPU 0 if there is one, else the CPU."""
     tp_plan: Literal["auto"] | None = None
     """auto: for `data`, split every layer over the processes of torchrun, one GPU each (tensor parallelism), if
-    transformers has a plan for the family. Use it instead of device_map, which keeps one GPU busy at a time."""
+    transformers has a plan for the family. With device_map only one GPU works at a time."""
     attn_implementation: str | None = None
     """Attention implementation of transformers: sdpa, eager, flash_attention_2; null: the model's default."""
     quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None
@@ -53,8 +52,7 @@ class PairConfig:
     """The large model, whose output distribution is preserved; it takes most of the memory and time."""
     draft: ModelSource
     """The small model that proposes tokens, with the target's tokenizer; path: mtp is the target's own MTP layer. Heads
-    are trained for this model only.
-    """
+    are trained for this model only."""
     micro: ModelSource | None = None
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -83,8 +81,7 @@ class PromptSource:
     """Configuration of the set, if it has several."""
     split: str = "train"
     """Part of the set that is read and then split; for a known set, train means the set's default part (test for
-    humaneval).
-    """
+    humaneval)."""
     test_split: str | None = None
     """Part of the set used only for test; null: test is taken from `split`, or is the default of a known set."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -109,14 +106,12 @@ class ServerConfig:
     """Additional fields of the request body."""
     api_key_variable: str | None = None
     """Environment variable whose value is sent as the key. null: OPENAI_API_KEY to https://api.openai.com, and no key
-    to any other address.
-    """
+    to any other address."""
     concurrency: int = 32
     """Requests in flight at once, at each address."""
     num_logprobs: int | None = None
     """With `labels: server`, the number of log-probabilities requested at each position; it must exceed sampling.top_k.
-    null: top_k + 30 (80 without top_k). Start vLLM with --max-logprobs at least as large.
-    """
+    null: top_k + 30 (80 without top_k). Start vLLM with --max-logprobs at least as large."""
     max_retries: int = 5
     """Retries of a request after time-outs, refused connections, 429 and 5xx, with exponential back-off."""
     timeout_s: float = 600.0
@@ -164,8 +159,7 @@ class DataConfig:
     split_weights: tuple[int, int, int] | None = None
     """Shares of train, dev and test in a set without predefined splits; num_* prompts are taken from each. null: 40, 10
     and 2 (SpecDec++: Alpaca 40k/10k/2k); or, if these are too small for num_* or num_train is null, exactly num_dev and
-    num_test, and the rest for train.
-    """
+    num_test, and the rest for train."""
     split_ids: str | None = None
     """A JSON file {"dev": [ids], "test": [ids]} that defines the split instead; all other ids are train."""
     seed: int = 0
@@ -182,20 +176,17 @@ class DataConfig:
     """The server of `source: server` and `labels: server`."""
     labels: Literal["target", "server"] = "target"
     """Where the target's distribution at each position comes from: the target in this process, or the server's
-    log-probabilities. With server no target is loaded; sampling must truncate, and cross_entropy is null.
-    """
+    log-probabilities. With server no target is loaded; sampling must truncate, and cross_entropy is null."""
     max_error_share: float = 0.05
     """Largest share of prompts that may fail. A run above it writes everything, then exits with an error;
-    `--retry_errors` tries the failed prompts again.
-    """
+    `--retry_errors` tries the failed prompts again."""
     mixing_ratio: float = 0.15
     """Probability r that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1
     """Number of independent token mixings per response."""
     mode: Literal["together", "sequential"] = "together"
     """sequential loads one model at a time. acceptance_rate and cross_entropy, which need both models, are then null
-    (with `labels: server` only cross_entropy).
-    """
+    (with `labels: server` only cross_entropy)."""
     rows_per_shard: int = 256
     """Responses per file. An interrupted run loses at most this many; smaller values make more files."""
     batch_size: int = 64
@@ -204,16 +195,13 @@ class DataConfig:
     """Size of one float32 [positions, vocabulary] chunk during labelling; about eight are in memory at once."""
     draft_length: int = 5
     """With a feature draft, tokens drafted from each position of a response; heads learn from all of them. Other drafts
-    propose one.
-    """
+    propose one."""
     draft_every: int = 1
     """With a feature draft, draft at every n-th position of a response only. Neighbouring positions are similar, and
-    time and disk space fall almost by n.
-    """
+    time and disk space fall almost by n."""
     features: tuple[Literal["fed", "drawn"], ...] | None = None
     """Hidden states to store: fed (after the draft has read the token), drawn (those that the token was drawn from).
-    null: those that heads.timings and heads.specdec need.
-    """
+    null: those that heads.timings and heads.specdec need."""
     feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the hidden states on disk; float32 takes twice the space."""
     engine: Literal["local", "ray"] = "local"
@@ -249,12 +237,10 @@ class HeadsConfig:
     """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
     """When a token is scored: fed (after the draft reads it, the paper's), drawn (when it is drawn), prefix (before it
-    is drawn), or candidate (when drawn, for trees).
-    """
+    is drawn), or candidate (when drawn, for trees)."""
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
-    such as [entropy]; text_position is log(1 + response tokens before y).
-    """
+    such as [entropy]; text_position is log(1 + response tokens before y)."""
     embeddings: tuple[bool, ...] = (False,)
     """Whether the draft's token embedding is an input too; prefix heads, which see no token, never read it."""
     normalised: tuple[bool, ...] = (False,)
@@ -265,16 +251,13 @@ class HeadsConfig:
     """Also train the heads of SpecDec++: fed-time, on the hidden state alone."""
     reached: bool = False
     """With a feature draft, weight each token, in the loss and when choosing weights, by the probability that
-    verification reaches it (the acceptance_probs before it in its draft); false: all count the same.
-    """
+    verification reaches it (the acceptance_probs before it in its draft); false: all count the same."""
     features: Literal["cached", "online"] = "cached"
     """cached reads hidden states from disk; online runs the draft over each batch instead, once for all heads."""
     num_train: int | None = None
     """Train on this many responses only, the first ones; null: all."""
     learning_rate: float | None = None
-    """Peak learning rate, above 0; null: chosen from the draft's width. SpecDec++ uses 5e-5
-    for millions of tokens and a width of 4096.
-    """
+    """Peak learning rate, above 0; null: from the draft's width. SpecDec++: 5e-5 for millions of tokens, width 4096."""
     warmup_ratio: float = 0.03
     """Share of all steps, 0 to 1, in which the learning rate rises to its peak; a cosine decay follows."""
     batch_size: int = 32
@@ -314,12 +297,10 @@ class DecodeConfig:
     """Prompts per file of a trace; an interrupted recording continues at the last complete file."""
     draws_per_prompt: int = 1
     """Independent responses per prompt in a trace. A larger value keeps those already recorded. Confidence intervals
-    resample whole prompts.
-    """
+    resample whole prompts."""
     as_recorded: bool = False
     """Take models, sampling, prompts, limits and times from the trace in `decode.dir`. `evaluate`, `replay` and `tune`
-    then read a published trace without models or prompts, and record and measure nothing.
-    """
+    then read a published trace without models or prompts, and record and measure nothing."""
     trace_hidden: bool = True
     """Store the draft's hidden states in the trace, so that heads trained later are evaluated without a model."""
     perfect_head: bool = True
@@ -342,8 +323,7 @@ class DecodeConfig:
     proportion. Measured times use measured stops."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
     """With `evaluate --batch`, at `ratios` and given times: time of each additional verified token relative to a draft
-    step.
-    """
+    step."""
     ratios: tuple[float, ...] = ()
     """Additional values of t_target / t_draft to evaluate at, as on other hardware."""
 
@@ -360,7 +340,6 @@ class Config:
     """The heads and their training."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of pytorch_lightning.Trainer. By default max_epochs follows from the data, and devices is 1; auto takes
-    all devices.
-    """
+    all devices."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Decoding and evaluation."""

@@ -1,15 +1,12 @@
-"""One-screen help and shell completion, from the parser of a command.
-
-A help screen shows the summary of the command's docstring, its flags and its main settings; `--help.all` prints every
-option, by jsonargparse. Completion is a static script, made by shtab, so that pressing Tab runs no Python.
+"""One-screen help from the parser of a command: the summary of its docstring, its flags and its main settings.
+`--help.all` prints every option, by jsonargparse.
 """
 
-import ast
 import json
 import re
 import textwrap
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from inspect import formatannotation
 from types import NoneType, UnionType
@@ -19,7 +16,6 @@ from configs.command import SECTIONS, class_parser, parser_for, takes_config
 
 _WIDTH, _INDENT = 100, 28
 _OF_TRAINER = "an argument of pytorch_lightning.Trainer"
-SHELLS = ("bash", "zsh")
 
 
 class Option(NamedTuple):
@@ -68,38 +64,6 @@ def settings_of(section: str) -> list[Option]:
     return list(_options(class_parser(SECTIONS[section], section)))
 
 
-def completion_of(commands: Mapping[str, Callable[..., Any]], shell: str) -> str:
-    """A script that completes commands, options, and the values of options with a fixed choice, for one of `SHELLS`."""
-    import shtab  # only completion needs it
-
-    parser = ArgumentParser(prog="acceptance-heads")
-    parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_argument("--completion", choices=SHELLS, help="print a completion script")
-    shared = ArgumentParser(add_help=False)
-    experiment = shared.add_argument("--config", help="the experiment", metavar="FILE")
-    experiment.complete = shtab.FILE  # type: ignore[attr-defined]
-    shared.add_argument("--print_config", action="store_true", help="print the experiment with every setting")
-    _complete(shared, [option for section in SECTIONS for option in settings_of(section)])
-    subparsers = parser.add_subparsers()
-    for name, command in commands.items():
-        parents = [shared] if takes_config(command) else []
-        subparser = subparsers.add_parser(name, help=summary_of(command).replace("%", "%%"), parents=parents)
-        subparser.add_argument("--help.all", action="store_true", help="every option")
-        _complete(subparser, options_of(command))
-    return shtab.complete(parser, shell)
-
-
-def _complete(parser: ArgumentParser, options: Iterable[Option]) -> None:
-    """Add flags with their choices: those of a Literal (in brackets for a list of them), true and false for a bool."""
-    for option in options:
-        literals = re.findall(r"Literal\[(.*?)\]", option.kind)
-        choices = [value for part in literals for value in ast.literal_eval(f"({part},)")]
-        choices = [f"[{value}]" for value in choices] if option.kind.startswith("tuple[") else choices
-        choices += ["true", "false"] if re.search(r"(?<!\[)\bbool\b", option.kind) else []
-        # argparse formats its help, so a percent sign is written twice
-        parser.add_argument(option.flag, choices=choices or None, help=option.text.replace("%", "%%"))
-
-
 def _options(parser: ArgumentParser) -> Iterator[Option]:
     """Every flag that takes a value; --data.prompts, which may be a name, comes before --data.prompts.path."""
     for action in parser._actions:
@@ -122,8 +86,6 @@ def _shown(default: Any) -> str:
 
 
 def _line(option: Option) -> str:
-    text = option.text + (f" [{option.default}]" if option.default else "")
-    head = f"  {option.flag}"
-    wrapped = textwrap.wrap(text, _WIDTH - _INDENT) or [""]
-    first = f"{head:<{_INDENT}}{wrapped[0]}" if len(head) < _INDENT else f"{head}\n{'':<{_INDENT}}{wrapped[0]}"
-    return "\n".join([first, *(f"{'':<{_INDENT}}{rest}" for rest in wrapped[1:])])
+    head, text = f"  {option.flag}", option.text + (f" [{option.default}]" if option.default else "")
+    about = textwrap.indent(textwrap.fill(text, _WIDTH - _INDENT), " " * _INDENT)
+    return f"{head:<{_INDENT}}{about[_INDENT:]}" if len(head) < _INDENT else f"{head}\n{about}"

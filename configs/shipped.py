@@ -16,10 +16,8 @@ NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
 
 
 def experiment_file(given: str) -> str:
-    """The YAML that `--config` names: a local file, else a shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`).
-
-    Raises:
-        ValueError: it is neither.
+    """The YAML that `--config` names: a local file, else a shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`);
+    ValueError if it is neither.
     """
     check_local(given, "--config")
     if ":" in given or Path(given).is_file():  # a colon: the YAML itself
@@ -32,12 +30,11 @@ def experiment_file(given: str) -> str:
 
 def with_shipped_models(pair: PairConfig) -> PairConfig:
     """`pair`, where the shipped models in `checkpoints/` come from the installation unless a local directory exists."""
-    micro = None if pair.micro is None else _located(pair.micro)
+    micro = pair.micro and _located(pair.micro)
     return replace(pair, target=_located(pair.target), draft=_located(pair.draft), micro=micro)
 
 
 def _located(source: ModelSource) -> ModelSource:
     path = Path(source.path)
-    if path.parent not in _SHIPPED or path.exists() or not (_ROOT / path).is_dir():
-        return source
-    return replace(source, path=str(_ROOT / path))
+    is_shipped = path.parent in _SHIPPED and not path.exists() and (_ROOT / path).is_dir()
+    return replace(source, path=str(_ROOT / path)) if is_shipped else source

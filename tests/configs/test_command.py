@@ -20,7 +20,7 @@ from configs.command import SECTIONS, config_of, parser_for, run
 from configs.front import COMMANDS as FRONT_COMMANDS
 from configs.front import all_steps, command_of, main
 from configs.schema import ModelSource, PairConfig
-from configs.screens import completion_of, options_of, screen_of, settings_of
+from configs.screens import options_of, screen_of, settings_of
 from configs.shipped import NAMES
 from evaluation.flag_types import RaceRules
 
@@ -206,7 +206,7 @@ def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
 
 
 def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_heavy_is_imported():
-    shown = [["--help"], ["evaluate", "--help"], ["--version"], ["--completion", "zsh"]]
+    shown = [["--help"], ["evaluate", "--help"], ["--version"]]
     wrong = [[name, "--nosuch", "1"] for name in FRONT_COMMANDS] + [
         ["data", "--config", "tiny", "--data.num_dev", "-5"]
     ]
@@ -220,7 +220,7 @@ def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_hea
     script = f"{FRONT}import runpy\nfor argv in {shown}: main(argv)\n{rooms}for argv in {wrong}:\n{tried}"
     lines, heavy = lines_and_heavy(script, *HEAVY)
     assert heavy == []
-    for start in ("acceptance-heads 0.", "#compdef ", *(f"usage: acceptance-heads {name} " for name in by_room)):
+    for start in ("acceptance-heads 0.", *(f"usage: acceptance-heads {name} " for name in by_room)):
         assert any(line.startswith(start) for line in lines), start
     *unknown, data, train = (line for line in lines if line.startswith("error: "))
     assert len(unknown) == len(FRONT_COMMANDS)
@@ -273,7 +273,6 @@ MISTAKES = [
     (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
     (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: Problems parsing config"),
     ([*PLAN, "--config", "{tmp}/mistyped.yaml"], "(did you mean data.num_train?)"),
-    (["--completion", "fish"], "error: --completion is 'fish'; it takes bash or zsh"),
     (INIT, "error: {tmp} is a directory without config.json: no model is there; check the path"),
     ([*TRAIN, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),
     ([*TRAIN, "tests.configs.test_command.Refusing"], "nobody answers at port 1"),
@@ -316,23 +315,3 @@ def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fai
     with pytest.raises(SystemExit, match="7") if failing else nullcontext():
         all_steps(config)
     assert steps == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")[:num_run]]
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["ev"], {"evaluate"}),
-        (["--completion", ""], {"bash", "zsh"}),
-        (["plan", "--data.num_t"], {"--data.num_train", "--data.num_test"}),
-        (["train", "--heads.timings", ""], {"[fed]", "[drawn]", "[prefix]", "[candidate]"}),
-        (["train", "--pair.micro.dtype", "f"], {"float64", "float32", "float16"}),
-        (["generate", "--json", ""], {"true", "false"}),
-        (["inspect", "--data"], set()),  # a command without an experiment
-    ],
-)
-def test_bash_completes_commands_options_and_choices(words, offered):
-    complete = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_acceptance_heads; printf "%s\\n" "${COMPREPLY[@]}"'
-    script = completion_of({name: command_of(name) for name in FRONT_COMMANDS}, "bash")
-    argv = ["bash", "--norc", "-s", "acceptance-heads", *words]
-    done = subprocess.run(argv, input=f"{script}\n{complete}", capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == offered
