@@ -16,11 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
 from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of
-from data_gen.pipeline.worker import FEATURE_DTYPES, Job, Worker, check_lengths
+from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import ShardSpec
 from data_gen.store.rows import read_rows
@@ -175,7 +177,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
     width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
     if width is None:  # not a feature draft
         width, num_drafted = load_config(pair.draft).get_text_config().hidden_size, 1.0
-    state_bytes = num_states * width * FEATURE_DTYPES[data.feature_dtype].itemsize
+    state_bytes = num_states * width * getattr(torch, data.feature_dtype).itemsize
     token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
     return {
         "prompt_tokens": float(data.max_prompt_tokens),

@@ -7,8 +7,7 @@ until the last has written the shard.
     draft       Y, log q, entropy, mixings, hidden states    draft
     target      log p, acceptance_prob                       target
 
-Hidden states are in DIR/features from the stage `draft` on. With `labels: server` the responses come with the target's
-distributions, and there is no stage `target`.
+With `labels: server` the responses come with the target's distributions, and there is no stage `target`.
 
 A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
 digest of every prompt that it was made from, so that shards of other prompts are refused.
@@ -138,28 +137,7 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     states = [features_path(data.dir, timing, *name) for timing in data.feature_sets]
     if all(map(is_whole, [rows_path(data.dir, *name), labels_path(data.dir, *name), *states])):
         return True
-    if stage in ("together", "target"):
-        return False
-    return all(map(is_whole, [stage_path(spec, data, stage), *(states if stage == "draft" else ())]))
-
-
-def write_states(spec: ShardSpec, columns: Mapping[str, Tensor], num_rows: int, data: DataConfig) -> None:
-    """Write the hidden states that `columns` has, one file per timing. Rows of other states are forgotten first."""
-    sidecar_path(rows_path(data.dir, spec.split, spec.index)).unlink(missing_ok=True)
-    for timing in data.feature_sets:
-        if timing in columns:
-            # if this run is killed, the stage draft is made again: its result has other states
-            sidecar_path(stage_path(spec, data, "draft")).unlink(missing_ok=True)
-            content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
-            times = data.mixes if timing == "fed" else 1
-            path = features_path(data.dir, timing, spec.split, spec.index)
-            write_shard(path, content, rows=num_rows * times, tokens=len(columns[timing]))
-
-
-def read_states(spec: ShardSpec, data: DataConfig) -> dict[str, Tensor]:
-    """The hidden states on disk, by timing."""
-    paths = {timing: features_path(data.dir, timing, spec.split, spec.index) for timing in data.feature_sets}
-    return {timing: safetensors.torch.load_file(path)["hidden"] for timing, path in paths.items()}
+    return stage in ("respond", "draft") and is_whole(stage_path(spec, data, stage))
 
 
 def write_files(
@@ -177,7 +155,12 @@ def write_files(
     """
     num_rows, written = len(answers.exchanges), (data.dir, spec.split, spec.index)
     layout = layout or layout_of(answers.exchanges)
-    write_states(spec, columns, num_rows, data)
+    sidecar_path(rows_path(*written)).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
+    for timing in data.feature_sets:
+        content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
+        times = data.mixes if timing == "fed" else 1
+        path = features_path(data.dir, timing, spec.split, spec.index)
+        write_shard(path, content, rows=num_rows * times, tokens=len(columns[timing]))
     content = labels.to_safetensors(columns, layout)
     write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
     columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
@@ -197,14 +180,13 @@ def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Exchange]:
 
 
 def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, Tensor], data: DataConfig) -> None:
-    """Save the result of the stage `respond` or `draft`: first the hidden states, then the rest in one file."""
-    write_states(spec, columns, len(answers.exchanges), data)
-    small = {name: values for name, values in columns.items() if name not in data.feature_sets}
+    """Save the result of the stage `respond` or `draft` in one file."""
     metadata = {
         "exchanges": json.dumps([dict(zip(_FACTS, exchange, strict=False)) for exchange in answers.exchanges]),
         "problems": json.dumps([problem._asdict() for problem in answers.problems]),
     }
-    content = safetensors.torch.save(small, metadata=metadata)
+    tensors = {name: values.contiguous() for name, values in columns.items()}
+    content = safetensors.torch.save(tensors, metadata=metadata)
     write_shard(stage_path(spec, data, stage), content, prompts=spec.digests)
 
 

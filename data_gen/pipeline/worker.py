@@ -46,7 +46,6 @@ from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY
 
-FEATURE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
 
@@ -152,7 +151,7 @@ class Worker:
                 keeps_states="draft" in models,
             )
         common |= {"target": models.get("target"), "chunk_mb": data.chunk_mb}
-        common["feature_dtype"] = FEATURE_DTYPES[data.feature_dtype]
+        common["feature_dtype"] = getattr(torch, data.feature_dtype)
         self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **common)
         self.chains: ChainLabeller | None = None
         if self._feature_draft is not None:
@@ -253,8 +252,6 @@ class Worker:
             inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
             labelled = self.labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
             columns |= labelled.columns
-            if labelled.broken and self.job.writes:  # else the hidden states on disk stay as they are
-                columns |= stages.read_states(spec, data)
         else:
             states = [exchange.states for exchange in exchanges if exchange.states is not None]
             if states and len(states) == len(exchanges):  # responses of an earlier run have none

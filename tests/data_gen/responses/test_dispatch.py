@@ -12,8 +12,8 @@ import pytest
 from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
-from data_gen.responses.dispatch import Servers, _key_for
 from data_gen.responses.exchange import Answers, ShardSpec
+from data_gen.responses.server import Servers, _key_for
 from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server
 from tests.toys.answering import Answering, all_rows, answering, close_half_way, completion, echo, problems, url_of
 
