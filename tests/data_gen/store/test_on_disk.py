@@ -1,8 +1,13 @@
-"""What is on disk: rows keep their stated precision, a model is known by all of its weights, and a byte that has
-flipped is found at the start of whatever reads it, once, and named; data_gen makes its shard again.
+"""What is on disk: one writer per directory; rows keep their stated precision, a model is known by all of its weights,
+and a byte that has flipped is found and named at the start of whatever reads it; data_gen makes its shard again.
 """
 
+import errno
+import fcntl
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +28,89 @@ from data_gen.store import identity
 from data_gen.store.identity import describe_model, same_model
 from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
 from store import shards
-from store.shards import check_sums, features_path, problems_of, rows_path, sidecar_path, write_shard
+from store.lock import LOCK, only_writer
+from store.shards import check_sums, clean_partial, features_path, problems_of, rows_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip, with_data
+from tests.data_gen.processes import at_once, meanwhile
+
+
+def test_a_second_process_is_told_who_writes(toy_config, tmp_path):
+    folder = tmp_path / "d"
+    lock = folder / LOCK
+
+    def hold() -> None:
+        with only_writer(folder, setting="data.dir"):
+            signal.pause()
+
+    with meanwhile(hold, until=lambda: lock.is_file() and lock.read_text() != "") as pid:
+        says = rf"d is in use by process {pid} on \S+ since 20.*choose another data\.dir"
+        with pytest.raises(ValueError, match=says):
+            make(with_data(toy_config, dir=str(folder)))
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+
+
+def test_the_lock_of_a_dead_process_is_no_obstacle_and_none_is_left_over(tmp_path):
+    def die() -> None:
+        with only_writer(tmp_path, setting="data.dir"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert at_once(die) == [-signal.SIGKILL]
+    assert (tmp_path / LOCK).is_file()
+    (tmp_path / "kept").touch()
+    with only_writer(tmp_path, setting="data.dir"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.slow
+def test_a_thousand_handovers_never_let_two_in(tmp_path):
+    """Four processes take turns as fast as they can; each adds one to a number, which two at once would lose."""
+    total = tmp_path / "total"
+    total.write_text("0")
+
+    def add() -> None:
+        done = 0
+        while done < 250:
+            try:
+                with only_writer(tmp_path / "d", setting="data.dir"):
+                    total.write_text(str(int(total.read_text()) + 1))
+                    done += 1
+            except ValueError:
+                time.sleep(0)
+
+    assert at_once(*[add] * 4) == [0] * 4
+    assert total.read_text() == "1000"
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_directory_that_is_a_file_is_refused(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data\.dir is .*file"), only_writer(tmp_path / place, setting="data.dir"):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_filesystem_without_locks_is_named_with_the_remedy_and_nothing_is_left_there(tmp_path, monkeypatch, number):
+    def no_flock(*_args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    says = rf"heads\.dir is .*run, on a filesystem without file locks \(flock: {os.strerror(number)}\)"
+    says += r".*mount it with locks.*another disk"
+    with pytest.raises(ValueError, match=says), only_writer(tmp_path / "run", setting="heads.dir"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_partial_files_of_writers_are_removed(tmp_path):
+    ours = {"rows/.a.parquet.12.partial", ".manifest.json.7.partial"}
+    theirs = {"rows/.a.partial", "decode/.b.json.9.partial", "mine.partial"}
+    for name in ours | theirs:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    clean_partial(tmp_path, "rows")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == theirs
+
 
 COUNT = 4000
 
