@@ -28,8 +28,7 @@ from data_gen.pipeline.worker import Job, Worker, check_lengths, limit_of
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS
 from data_gen.responses.exchange import Answers, Exchange, ShardSpec
-from data_gen.store.identity import describe_model
-from data_gen.store.manifest import FORMAT, settle
+from data_gen.store.manifest import FORMAT, describe_model, settle
 from lm import load_config, load_pair_tokenizer
 from lm.pair import vocab_size_of
 from store.json_files import read_json

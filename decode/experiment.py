@@ -17,8 +17,7 @@ from data_gen.pipeline.stages import settled
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import Split, load_prompts, set_name, sources_of
 from data_gen.prompts.templates import encode
-from data_gen.store.identity import describe_model
-from data_gen.store.manifest import read_manifest
+from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
 from decode.policies.recommended import best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec

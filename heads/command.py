@@ -11,7 +11,7 @@ import torch
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.pipeline.stages import settled
-from data_gen.store.identity import describe_model
+from data_gen.store.manifest import describe_model
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
 from heads.grid import HeadSpec

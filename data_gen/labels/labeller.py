@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.laws import label_draft, label_target
 from data_gen.responses.exchange import Exchange, Progress
-from data_gen.store.labels import Layout, layout_of
+from data_gen.store.rows import Layout, layout_of
 from lm import Sampling, forwards
 from lm.forwards import refuse_training
 from lm.sampling import REMEDY, non_finite

@@ -10,9 +10,8 @@ from typing import Literal
 
 from configs.hints import meant
 from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.lockstep import begin, in_lockstep
 from data_gen.pipeline.on_ray import run_on_actors
-from data_gen.pipeline.share import Share, share_of
+from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
 from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other_prompts, settled, shards_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once

@@ -1,21 +1,34 @@
-"""One process's share of a run: rank R of N makes shards R, R + N, R + 2N, … of the run's list.
+"""Several processes make one run: shares of the shards, and slices of a model.
 
-A shard's bytes depend only on its index (`data_gen.pipeline.stages`), so N processes write what one would. Each process
-holds the lock of its rank while it works, and the directory's lock briefly: to settle the manifest, and when its share
-is done. The last process to finish counts all prompts.
+Rank R of N makes shards R, R + N, R + 2N, … of the run's list. A shard's bytes depend only on its index
+(`data_gen.pipeline.stages`), so N processes write what one would. Each process holds the lock of its rank while it
+works, and the directory's lock briefly: to settle the manifest, and when its share is done. The last process to finish
+counts all prompts.
+
+With sliced models (`tp_plan`, under torchrun) every process holds a slice and runs the same forwards. The first
+process, the leader, broadcasts each job with sliced models and its shards. The others make the same shards from the
+same files and seeds, and write nothing. Every process gets the same logits, so all draw the same tokens and run the
+same next forward. Jobs without sliced models run in the leader only. torchrun's RANK and WORLD_SIZE then count slices,
+and shares are set by --rank and --world_size.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
 
 from configs.schema import DataConfig, PairConfig
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.exchange import ShardSpec
+from lm import free_memory, load_config
+from lm.parallel import check_slices, join, sliced_models, slices_of
 from store.lock import LOCK, holder_of, in_words, only_writer
 
 _TURN_S = 300.0
@@ -124,3 +137,57 @@ def share_of(rank: int | None, world_size: int | None, environment: Mapping[str,
         f"{' and '.join(f'{name} is {number}' for name, number in given.items())}, which is not a rank and a number of "
         "processes; pass both, with --rank from 0 to world_size - 1, such as --rank 0 --world_size 1 for everything"
     )
+
+
+_WAIT = timedelta(days=365)
+"""Longest wait for the leader's next job; torchrun ends the others if it dies."""
+
+
+@contextmanager
+def in_lockstep(pair: PairConfig) -> Iterator[bool]:
+    """Yield True in the process that makes the data; the others follow it first. ValueError: it cannot be sliced."""
+    if not (sliced := sliced_models(pair)):
+        yield True
+        return
+    rank, num_slices = slices_of(f"pair.{sliced[0]}")
+    for source in (pair.target, pair.draft):
+        if source.tp_plan is not None:  # before the manifest is written
+            check_slices(source, load_config(source), num_slices)
+    join()
+    if rank == 0:
+        yield True
+        _exchange(None)  # after an error torchrun ends the others
+    else:
+        _follow()
+        yield False
+    distributed.destroy_process_group()
+    _group.cache_clear()
+
+
+def begin(job: Job, specs: Sequence[ShardSpec]) -> None:
+    """Start the job in the other processes too, if one of its models is sliced."""
+    if job.is_sliced:
+        _exchange((job, list(specs)))
+
+
+def _follow() -> None:
+    while (work := _exchange(None)) is not None:
+        job, specs = work
+        worker = Worker(replace(job, writes=False))
+        for spec in specs:
+            worker.make(spec, lambda count: None)
+        del worker
+        free_memory()  # the next job loads other models
+
+
+def _exchange(work: tuple[Job, list[ShardSpec]] | None) -> tuple[Job, list[ShardSpec]] | None:
+    """The leader's job, in every process; the argument of the others is ignored."""
+    works = [work]
+    distributed.broadcast_object_list(works, src=0, group=_group())
+    return works[0]
+
+
+@cache
+def _group() -> distributed.ProcessGroup:
+    """All processes, with a longer time-out than that of forwards."""
+    return distributed.new_group(backend="gloo", timeout=_WAIT)

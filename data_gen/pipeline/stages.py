@@ -27,9 +27,9 @@ from configs.schema import DataConfig, HeadsConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, sources_of, split_by_id
 from data_gen.responses.exchange import Answers, Exchange, Problem, ShardSpec
-from data_gen.store import labels, rows
-from data_gen.store.labels import Layout, layout_of
+from data_gen.store import rows
 from data_gen.store.manifest import read_manifest
+from data_gen.store.rows import Layout, layout_of
 from store.shards import features_path, is_whole, labels_path, read_sidecar, rows_path, sidecar_path, write_shard
 
 _FACTS = Exchange._fields[:5]
@@ -161,7 +161,7 @@ def write_files(
         times = data.mixes if timing == "fed" else 1
         path = features_path(data.dir, timing, spec.split, spec.index)
         write_shard(path, content, rows=num_rows * times, tokens=len(columns[timing]))
-    content = labels.to_safetensors(columns, layout)
+    content = rows.to_safetensors(columns, layout)
     write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
     columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
     table = rows.to_parquet(answers.exchanges, columns, mixes=data.mixes, has_sets=has_sets)

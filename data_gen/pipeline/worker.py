@@ -25,7 +25,7 @@ from data_gen.responses.exchange import Answers, Exchange, LatestRows, Progress,
 from data_gen.responses.in_process import TargetInProcess
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
-from data_gen.store.labels import Layout, layout_of
+from data_gen.store.rows import Layout, layout_of
 from lm import (
     Pair,
     Sampling,
@@ -60,7 +60,7 @@ class Job:
     keeps_responses: bool = False
     """The shards exist, with errors: only prompts without a row are requested again."""
     writes: bool = True
-    """False: only run the forwards; another process writes (`data_gen.pipeline.lockstep`)."""
+    """False: only run the forwards; another process writes (`data_gen.pipeline.share`)."""
 
     @property
     def models(self) -> tuple[str, ...]:

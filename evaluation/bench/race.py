@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from configs.schema import Config, ModelSource, SamplingConfig
-from data_gen.store.identity import describe_model
-from data_gen.store.manifest import digest
+from data_gen.store.manifest import describe_model, digest
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered

@@ -1,4 +1,4 @@
-"""Training features: the drafted positions of some responses (law 4.6), flat: labels from `data_gen.store.labels`, and
+"""Training features: the drafted positions of some responses (law 4.6), flat: labels from `data_gen.store.rows`, and
 hidden states from disk, or from the frozen draft (`DraftFeatures`), up to the stored precision.
 
     hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype

@@ -16,8 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
-from data_gen.store.identity import describe_model
-from data_gen.store.manifest import read_manifest, refuse_older
+from data_gen.store.manifest import describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers
 from heads.batches.loader import BatchLoader, Share, block_reader

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
-from data_gen.store.identity import describe_model, same_model
+from data_gen.store.manifest import describe_model, same_model
 from heads.model.head import AcceptanceHead
 from lm import FeatureDraft
 

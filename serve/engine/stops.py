@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import ModelSource
-from data_gen.store.identity import describe_model
+from data_gen.store.manifest import describe_model
 from decode.loop.signals import BatchSignals
 from lm import Sampling
 from serve import KEY

@@ -17,7 +17,7 @@ from data_gen.pipeline import stages, worker
 from data_gen.pipeline.worker import Worker
 from data_gen.responses import exchange, in_process
 from data_gen.responses.in_process import TargetInProcess, left_padded
-from data_gen.store import labels as stored_labels
+from data_gen.store import rows as stored_labels
 from lm import Sampling, forwards
 from lm.draws import draw, seed_of, uniforms
 from lm.sampling import non_finite

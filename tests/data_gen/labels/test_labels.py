@@ -25,7 +25,7 @@ from data_gen.pipeline.command import make
 from data_gen.responses import in_process
 from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.in_process import TargetInProcess
-from data_gen.store.labels import Layout, to_safetensors
+from data_gen.store.rows import Layout, to_safetensors
 from heads.batches.features import FeatureShard
 from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
 from lm.draws import draw, uniforms

@@ -24,8 +24,8 @@ from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
 from data_gen.responses.exchange import Exchange
 from data_gen.stats import stats
-from data_gen.store import identity
-from data_gen.store.identity import describe_model, same_model
+from data_gen.store import manifest
+from data_gen.store.manifest import describe_model, same_model
 from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
 from store import shards
 from store.lock import LOCK, only_writer
@@ -223,7 +223,7 @@ def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
 def model(tmp_path, monkeypatch) -> tuple[ModelSource, Callable[[], None]]:
     """A directory with 4 MiB of weights, and a function that changes one number in their middle."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(identity, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(manifest, "_LARGE_BYTES", 1)
     LlamaConfig(hidden_size=64).save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     save_file({"weight": torch.zeros(2**20)}, path)
@@ -240,7 +240,7 @@ def test_one_changed_weight_anywhere_is_another_model_and_a_large_file_is_hashed
     source, change = model
     before = describe_model(source)
     with monkeypatch.context() as patch:
-        patch.setattr(identity, "sha256_of", lambda path: "hashed again")
+        patch.setattr(manifest, "sha256_of", lambda path: "hashed again")
         assert describe_model(source) == before
     change()
     after = describe_model(source)

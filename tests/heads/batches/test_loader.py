@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from transformers import LlamaForCausalLM
 
 from configs.schema import ModelSource
-from data_gen.store.identity import describe_model
+from data_gen.store.manifest import describe_model
 from heads.batches.features import DraftFeatures, Row
 from heads.batches.loader import BatchLoader, Item, Share, batches, in_order, read_ahead, shuffled
 from heads.training.command import train

@@ -9,7 +9,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from configs.schema import ModelSource, PairConfig
-from data_gen.store.identity import describe_model
+from data_gen.store.manifest import describe_model
 from lm import load_model
 from lm.cache import growing_cache
 from lm.features.loading import feature_draft_of
