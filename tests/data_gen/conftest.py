@@ -1,4 +1,4 @@
-"""The toy pair on disk, its prompts, and a run of data_gen on it."""
+"""The toy pair on disk, its prompts, runs of data_gen on it, and servers in this process."""
 
 import json
 import shutil
@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from configs.schema import Config
+from configs.schema import Config, ServerConfig
 from data_gen.pipeline.command import make
 from tests.data_gen.on_disk import toy_of, with_data
+from tests.toys.answering import answering, echo, url_of
 from tests.toys.saved_pair import save_toy
 
 
@@ -66,3 +67,22 @@ def made(toy_config: Config, toy_run: Path) -> Config:
     """The toy run, finished: a copy of one that is made once."""
     shutil.copytree(toy_run, toy_config.data.dir)
     return toy_config
+
+
+@pytest.fixture
+def server():
+    with answering(echo) as server:
+        yield server
+
+
+@pytest.fixture
+def second():
+    with answering(echo) as server:
+        yield server
+
+
+@pytest.fixture
+def served(toy_config, server):
+    """The toy run with its responses from `server`."""
+    served = ServerConfig(url=url_of(server), max_retries=2, timeout_s=30, concurrency=3)
+    return with_data(toy_config, source="server", server=served, max_error_share=1.0)

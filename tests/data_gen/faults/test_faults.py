@@ -2,10 +2,8 @@
 resumed result is the undisturbed one byte for byte.
 """
 
-import os
 import random
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from lm import Sampling, load_pair
-from store.shards import sidecar_path
 from tests.data_gen.faults import stages as faults
 from tests.data_gen.faults.stages import STAGES, Bench, Child, Stage, at, experiment, results
 from tests.data_gen.on_disk import with_data
@@ -109,51 +106,6 @@ FAULTS: dict[str, Callable[[Bench, object, random.Random], None]] = {
 def test_a_disturbed_stage_loses_nothing_and_resumes_to_the_undisturbed_bytes(bench: Bench, fault: str, stage: str):
     FAULTS[fault](bench, STAGES[stage], random.Random(f"{fault} {stage}"))
     bench.must_finish(STAGES[stage])
-
-
-def _cut(path: Path, chance: random.Random) -> None:
-    os.truncate(path, chance.randrange(path.stat().st_size))
-
-
-def _flip(path: Path, chance: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-
-
-def _swap(*paths: Path) -> None:
-    for path, content in zip(paths, [path.read_bytes() for path in reversed(paths)], strict=True):
-        path.write_bytes(content)
-
-
-_NULLS = ("null", "{}", '{"bytes": "x", "sha256": 1}')
-DAMAGE: dict[str, Callable[[Path, Path, random.Random], object]] = {
-    "truncated": lambda path, other, chance: _cut(path, chance),
-    "bit-flipped": lambda path, other, chance: _flip(path, chance),
-    "swapped": lambda path, other, chance: _swap(path, other),
-    "swapped with sidecars": lambda *paths: (_swap(*paths[:2]), _swap(*map(sidecar_path, paths[:2]))),
-    "sidecar truncated": lambda path, other, chance: _cut(sidecar_path(path), chance),
-    "sidecar null": lambda path, other, chance: sidecar_path(path).write_text(chance.choice(_NULLS)),
-}
-
-
-@pytest.mark.parametrize("folder", ["rows", "labels", "features/fed"])
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_shard_is_made_again_or_refused_by_name(bench: Bench, kind: str, folder: str):
-    chance, stage = random.Random(f"{kind} {folder}"), STAGES["data"]
-    shutil.copytree(bench.whole / "data", bench.folder / "data")
-    path, other = chance.sample(sorted((bench.folder / "data" / folder).glob("train-*[!n]")), 2)
-    DAMAGE[kind](path, other, chance)
-    again = bench.start(stage)
-    assert again.wait() == 0 or again.has_one_clear_line(), again.said[-1000:]
-    if results(bench.folder, stage) == bench.reference["data"]:
-        return
-    use = Child(lambda: STAGES["training"].work(at(bench.config, bench.folder), bench.folder))
-    use.wait()
-    assert folder == "rows" or again.has_one_clear_line() or use.has_one_clear_line(), "it was used without a word"
-    for damaged in (path, other, sidecar_path(path), sidecar_path(other)):
-        damaged.unlink(missing_ok=True)
-    bench.must_finish(stage)
 
 
 def _resident_kb() -> int:

@@ -3,7 +3,6 @@ and those of a feature draft: each draft is one that decoding makes, with the la
 """
 
 import json
-import math
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -197,12 +196,6 @@ def test_a_token_without_probability_is_never_drawn(weights, uniform):
     assert probs[0, int(draw(probs, torch.tensor([uniform], dtype=torch.float64)))] > 0
 
 
-def test_acceptance_prob_from_logs_is_the_ratio_and_zero_where_the_target_has_no_mass():
-    log_p = torch.tensor([math.log(0.1), math.log(0.5), -math.inf])
-    log_q = torch.tensor([math.log(0.4), math.log(0.2), -1.0])
-    assert laws.acceptance_prob_of(log_p, log_q).tolist() == pytest.approx([0.25, 1.0, 0.0])
-
-
 def test_mean_acceptance_prob_over_draws_is_the_acceptance_rate():
     """E over Y ~ q of min(1, p(Y)/q(Y)) = sum of min(p, q); standard error 0.3 / sqrt(40,000) at most."""
     q_logits, p_logits = torch.randn(1, 6).expand(40_000, -1), torch.randn(1, 6).expand(40_000, -1)
@@ -239,14 +232,6 @@ def test_a_response_does_not_depend_on_who_shares_its_batch(models):
         assert [answer.response_ids for answer in alone] == [answer.response_ids for answer in others]
     assert len({len(answer.response_ids) for answer in together}) > 2
     assert all((answer.response_ids[-1] in ENDS) == (answer.finish_reason == "stop") for answer in together)
-
-
-@torch.no_grad()
-def test_states_of_the_source_are_those_of_an_uncached_forward(models):
-    prompts = requests(3, 9, 1, 5, 2, 7)
-    for request, answer in zip(prompts, answers(models, prompts, 3, keeps_states=True), strict=True):
-        whole = models["target"].model(torch.tensor([request.prompt_ids + answer.response_ids])).last_hidden_state[0]
-        torch.testing.assert_close(answer.states, whole[len(request.prompt_ids) - 1 : -1], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

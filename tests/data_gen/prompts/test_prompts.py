@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import operator
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from data_gen.pipeline.stages import settled
 from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt, prompt_of
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, split_by_id
-from data_gen.prompts.stories import _WORDS, KINDS, split_of, stories
+from data_gen.prompts.stories import KINDS, split_of, stories
 from data_gen.prompts.templates import encode, render
 
 
@@ -195,7 +193,6 @@ def test_a_template_that_is_not_there_is_refused(tokenizer):
         encode(Prompt("a", ("x",)), bare, "chat")
 
 
-SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 STORIES = [story for split in SPLITS for story in stories(split, 700, seed=3)]
 """Enough for every kind to come up dozens of times."""
 
@@ -214,28 +211,8 @@ def test_a_longer_run_begins_with_the_shorter_one_and_no_prompt_and_no_id_repeat
     assert {story.kind for story in STORIES} == set(KINDS)
 
 
-def test_every_equation_in_an_answer_holds():
-    num_checked = 0
-    for story in STORIES:
-        for x, sign, y, result in re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", story.answer):
-            assert SIGNS[sign](int(x), int(y)) == int(result), story
-            num_checked += 1
-        assert story.answer.count("=") == len(re.findall(r"\d+ [-+*] \d+ = \d+\.", story.answer)), story
-    assert num_checked > 2000
-
-
-def test_every_number_of_the_last_line_is_worked_out_before_and_no_text_has_changed():
+def test_no_text_has_changed():
     """The embedded models were trained on these texts."""
-    for story in STORIES:
-        work, _, last = story.answer.rpartition("\n")
-        assert last.startswith("Answer: ")
-        if story.kind != "count":
-            assert set(re.findall(r"\d+", last)) <= set(re.findall(r"\d+", work)), story
     texts = "".join(repr((story.id, story.prompt, story.answer, story.kind)) for story in STORIES)
     digest = "2a79779059f101ddf1727112b6e5dc1fdfd17322c3c7ef3fba413e0a8c0b3dea"
     assert hashlib.sha256(texts.encode()).hexdigest() == digest
-
-
-def test_one_word_decides_between_the_phrases_of_a_bank():
-    for bank in ("openings", "closings", "item_leads", "gain_reasons", "loss_reasons", "group_reasons"):
-        assert len({phrase.split()[0] for phrase in _WORDS[bank]}) == len(_WORDS[bank])
