@@ -21,8 +21,17 @@ from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.labels.laws import mixed
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
-from data_gen.responses.exchange import Answers, Exchange, LatestRows, Progress, ResponseSource, ShardSpec, ask, without
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.exchange import (
+    Answers,
+    Exchange,
+    LatestRows,
+    Progress,
+    ResponseSource,
+    ShardSpec,
+    TargetInProcess,
+    ask,
+    without,
+)
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of

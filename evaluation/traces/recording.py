@@ -21,8 +21,7 @@ from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.sets import Split
-from data_gen.responses.exchange import Exchange, ShardSpec, ask, row_id
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.exchange import Exchange, ShardSpec, TargetInProcess, ask, row_id
 from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits

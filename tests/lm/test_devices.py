@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_gen.labels.labeller import Labeller
-from data_gen.responses.exchange import Exchange, Request
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.drafters.trees import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data_gen.responses.exchange import Exchange, Request
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.trace import Trace

@@ -21,9 +21,8 @@ from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
 from data_gen.pipeline import worker
 from data_gen.pipeline.command import make
-from data_gen.responses import in_process
-from data_gen.responses.exchange import Exchange, Request
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses import exchange as sources
+from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from data_gen.store.rows import Layout, to_safetensors
 from heads.batches.features import FeatureShard
 from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
@@ -279,7 +278,7 @@ def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
 def test_every_draw_of_a_run_has_a_seed_of_its_own(toy_config, monkeypatch):
     """Three streams of uniforms per shard (responses, draft tokens, coins), and five shards; none is used twice."""
     seeds = []
-    for module in (in_process, worker):
+    for module in (sources, worker):
         monkeypatch.setattr(module, "uniforms", lambda seed, *shape: seeds.append(seed) or uniforms(seed, *shape))
     make(toy_config)
     assert len(seeds) == len(set(seeds)) == 3 * 5

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 import decode
 from data_gen.labels.labeller import Labeller
-from data_gen.responses.exchange import Exchange, Request
-from data_gen.responses.in_process import TargetInProcess
+from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from decode import Cape, ModelDrafter, PearlDecoder, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter
 from decode.policies import FixedLength, Policy
 from evaluation.traces.coupling import Recorder
