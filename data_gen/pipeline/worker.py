@@ -129,13 +129,8 @@ class Worker:
 
         pair, data, sampling, reader = self.job.pair, self.job.data, self._sampling, None
         if data.labels == "server":
-            num_ids = self._spelling.num_ids
-            reader = DistributionReader(
-                sampling=sampling,
-                num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs),
-                num_ids=num_ids,
-                is_padded=load_config(pair.target).get_text_config().vocab_size > num_ids,
-            )
+            num = num_logprobs_of(sampling, data.server.num_logprobs)
+            reader = DistributionReader(sampling=sampling, num_logprobs=num, num_ids=self._spelling.num_ids)
         settings: dict[str, Any] = {"model": data.server.model or pair.target.path, "sampling": sampling}
         return CompletionsServer(
             data.server, self._spelling, **settings, max_new_tokens=data.max_new_tokens, reader=reader

@@ -7,13 +7,11 @@ position. Given the N likeliest, over the tokenizer's ids alone (law 4.1):
 
     greedy         the likeliest token; of several that are equally likely, the one with the least id
     top-k < N      softmax of the k likeliest over temperature, at any temperature, and top-p of that, if there is one
-    top-p alone    at temperature 1, where a log-probability is the token's share of the total mass
-    neither        refused, as is top-p alone at another temperature: every token of the vocabulary counts
+    no top-k       refused: every token of the vocabulary counts
 
 Equally likely tokens are kept or cut together (as in transformers and vLLM). So k tokens are known to be the k
 likeliest only if the k-th is likelier than the last of the N, which needs N > k. Ids beyond the tokenizer's, in a
-padded vocabulary, are cut. This does not affect top-k; for top-p alone the mass of cut ids that were not returned is
-known only up to the rest to 1, so such a position may be undetermined.
+padded vocabulary, are cut.
 
 A drawn token outside the N likeliest is returned in addition to them, and ignored: it has probability 0 under a
 `Sampling` that is determined.
@@ -51,12 +49,12 @@ def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
     """N, the number of log-probabilities requested from a server; ValueError if none determines the distributions."""
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
     num, least = requested or (sampling.top_k or _TOP) + _MARGIN, 1 if sampling.is_greedy else sampling.top_k
-    if least is None and (sampling.temperature != 1 or sampling.top_p in (None, 1)):
+    if least is None:
         raise ValueError(
             f"data.labels is server with pair.sampling {settings}, where tokens count that a server omits; set "
             f"pair.sampling.top_k (the paper's is 50), {_OTHERWISE}"
         )
-    if least is not None and num <= least:
+    if num <= least:
         raise ValueError(
             f"data.server.num_logprobs is {num} with pair.sampling {settings}: tokens as likely as number {least} "
             f"would be missing; set it to more than {least} (null: {least + _MARGIN}), {_OTHERWISE}"
@@ -73,8 +71,6 @@ class DistributionReader:
     """N, of `num_logprobs_of`."""
     num_ids: int
     """One more than the tokenizer's largest id."""
-    is_padded: bool = False
-    """Whether the server's vocabulary may have further ids."""
 
     def distributions(
         self, positions: Sequence[Mapping[int, float]], drawn: Sequence[int] | None = None
@@ -92,15 +88,11 @@ class DistributionReader:
         _refuse(lacks & ~is_all, f"the server returned fewer than {self.num_logprobs}; {_MORE}")
         last = values[:, -1].masked_fill(is_all, -torch.inf)
         values = values.masked_fill(ids >= self.num_ids, -torch.inf)
-        if num := 1 if self.sampling.is_greedy else self.sampling.top_k:
-            least = values.topk(min(num, self.num_logprobs), dim=-1).values[:, -1]
-            _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
-            probs = self.sampling.probs(values, torch.float64)
-        else:
-            is_kept = self._nucleus(values, is_all)
-            least = values.masked_fill(~is_kept, torch.inf).amin(-1)
-            _refuse((least <= last) & ~is_all, f"the {self.num_logprobs} likeliest hold less than top_p; {_MORE}")
-            probs = Sampling().probs(values.masked_fill(~is_kept, -torch.inf), torch.float64)
+        num = 1 if self.sampling.is_greedy else self.sampling.top_k
+        assert num is not None, "num_logprobs_of refuses such a sampling"
+        least = values.topk(min(num, self.num_logprobs), dim=-1).values[:, -1]
+        _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
+        probs = self.sampling.probs(values, torch.float64)
         if drawn is not None:  # equally likely tokens may fall on either side of a limit
             of_drawn = [logprobs[token] for logprobs, token in zip(positions, drawn, strict=True)]
             least = values.masked_fill(probs == 0, torch.inf).amin(-1)
@@ -109,28 +101,6 @@ class DistributionReader:
         width = int((probs > 0).sum(-1).max()) if len(probs) else 0
         ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
         return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
-
-    def _nucleus(
-        self, values: Float[Tensor, "position top"], is_all: Bool[Tensor, " position"]
-    ) -> Bool[Tensor, "position top"]:
-        """Which tokens top-p alone keeps: those that together with all less likely ones hold more than 1 - top_p.
-
-        The mass of the tokenizer's ids is 1, or in a padded vocabulary at least the returned part.
-        """
-        ascending, order = values.exp().sort(dim=-1, stable=True)  # as in transformers, so that ties are broken alike
-        returned = ascending.sum(-1, keepdim=True)
-        most = torch.where(is_all.unsqueeze(-1), returned, 1.0)
-        bound = 1 - float(self.sampling.top_p or 1.0)
-        by_total = [
-            ascending.cumsum(-1) + total - returned > bound * total
-            for total in (most, returned if self.is_padded else most)
-        ]
-        _refuse(
-            (by_total[0] != by_total[1]).any(-1),
-            f"which tokens top_p keeps depends on the mass of ids beyond the tokenizer's; {_MORE}",
-        )
-        by_total[0][:, -1] = True
-        return torch.zeros_like(by_total[0]).scatter(-1, order, by_total[0])
 
 
 def joined(distributions: Sequence[Distributions | None]) -> Distributions:

@@ -305,30 +305,26 @@ def dense(distributions) -> torch.Tensor:
     return torch.zeros(len(distributions.ids), NUM_IDS).scatter_add_(-1, distributions.ids.long(), distributions.probs)
 
 
-def reader(sampling: Sampling, num: int, *, is_padded: bool = False) -> DistributionReader:
-    return DistributionReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS, is_padded=is_padded)
+def reader(sampling: Sampling, num: int) -> DistributionReader:
+    return DistributionReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS)
 
 
-READ_SAMPLINGS = [Sampling(temperature=0), Sampling(top_k=50), Sampling(top_p=0.9), Sampling(top_p=1e-6)]
-READ_SAMPLINGS += [Sampling(temperature=0.6, top_k=50), Sampling(temperature=1.7, top_k=20)]
-READ_SAMPLINGS += [Sampling(temperature=0.8, top_k=30, top_p=0.9)]
+READ_SAMPLINGS = [Sampling(temperature=0), Sampling(top_k=50), Sampling(temperature=0.6, top_k=50)]
+READ_SAMPLINGS += [Sampling(temperature=1.7, top_k=20), Sampling(temperature=0.8, top_k=30, top_p=0.9)]
 
 
 @pytest.mark.parametrize("sampling", READ_SAMPLINGS, ids=str)
 @pytest.mark.parametrize("width", [NUM_IDS, NUM_PADDED])
 def test_the_law_is_that_of_all_logits(sampling, width):
     logits = logits_of(width=width)
-    num = 64 if sampling.top_k or sampling.is_greedy else 400  # all of a padded vocabulary for top-p alone
-    distributions = reader(sampling, num, is_padded=width > NUM_IDS).distributions(tops(logits, num))
+    distributions = reader(sampling, 64).distributions(tops(logits, 64))
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
 
 
-def test_top_p_alone_is_known_from_few_where_no_id_is_padded_and_of_equals_greedy_takes_the_least_as_argmax_does():
-    logits, sampling = logits_of() * 1.5, Sampling(top_p=0.8)
-    distributions = reader(sampling, 100).distributions(tops(logits, 100))
-    torch.testing.assert_close(dense(distributions), sampling.probs(logits), rtol=1e-5, atol=1e-7)
-    logits[:1, [3, 9, 200]] = 50.0
-    distributions = reader(Sampling(temperature=0), 15).distributions(tops(logits[:1], 15))
+def test_of_equals_greedy_takes_the_least_as_argmax_does():
+    logits = logits_of(1)
+    logits[:, [3, 9, 200]] = 50.0
+    distributions = reader(Sampling(temperature=0), 15).distributions(tops(logits, 15))
     assert (distributions.ids.tolist(), distributions.probs.tolist()) == ([[3]], [[1.0]])
 
 
@@ -353,20 +349,15 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
     logits = logits_of(3, width=NUM_PADDED)
     logits[:, NUM_IDS : NUM_IDS + 10] = 30.0
     sampling = Sampling(top_k=50)
-    distributions = reader(sampling, 64, is_padded=True).distributions(tops(logits, 64))
+    distributions = reader(sampling, 64).distributions(tops(logits, 64))
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
     with pytest.raises(RefusedError, match=r"others may be as likely as number 50; raise data\.server"):
-        reader(sampling, 59, is_padded=True).distributions(tops(logits, 59))
+        reader(sampling, 59).distributions(tops(logits, 59))
 
 
 @pytest.mark.parametrize(
     ("sampling", "positions", "reason"),
     [
-        (
-            Sampling(top_p=0.999),
-            tops(logits_of(1) / 9, 64),
-            "at position 0 .* the 64 likeliest hold less than top_p",
-        ),
         (
             Sampling(top_k=5),
             tops(logits_of(2), 64)[:1] + tops(logits_of(2), 20)[1:],
@@ -386,8 +377,7 @@ def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, pos
     ("sampling", "num", "complaint"),
     [
         (Sampling(), None, "tokens count that a server omits; set pair.sampling.top_k"),
-        (Sampling(top_p=1.0), None, "that a server omits"),
-        (Sampling(temperature=0.7, top_p=0.9), None, "that a server omits"),
+        (Sampling(top_p=0.9), None, "that a server omits"),
         (Sampling(top_k=50), 50, r"data.server.num_logprobs is 50 .*; set it to more than 50 \(null: 80\)"),
     ],
 )
@@ -395,5 +385,5 @@ def test_a_sampling_that_no_number_determines_is_refused_and_another_asks_for_fe
     with pytest.raises(ValueError, match=complaint):
         num_logprobs_of(sampling, num)
     assert num_logprobs_of(Sampling(top_k=50), None) == 80
-    assert num_logprobs_of(Sampling(top_p=0.9), None) == 80
+    assert num_logprobs_of(Sampling(temperature=0), None) == 80
     assert num_logprobs_of(Sampling(top_k=50), 51) == 51
