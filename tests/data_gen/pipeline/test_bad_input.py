@@ -27,19 +27,34 @@ from tests.data_gen.on_disk import (
     with_a_draft_of_nan,
     with_data,
     with_prompts,
+    write_lines,
 )
 
 
 def test_every_prompt_is_accounted_for(toy_config, tmp_path):
+    half = "the prompt has a lone surrogate (half of a character)"
+    long = "the prompt has 503 tokens; data.max_prompt_tokens is 60"
+    earlier = "an earlier turn of this conversation, 4#2, has no response"
+    expected = {
+        "whole": "the response has a lone surrogate (half of a character)",
+        "2": "empty prompt",
+        "3": long,
+        "4#2": "empty prompt",
+        "4#3": earlier,
+        "half": half,
+        "inner": half,
+    }
     records = [{"id": 1, "prompt": "fine"}, {"id": 2, "prompt": "  "}, {"id": 3, "prompt": "x" * 500}]
-    records += [{"id": 4, "turns": ["one", "", "three"]}]
-    config = with_prompts(toy_config, tmp_path / "some.jsonl", records, num_train=4, rows_per_shard=2)
+    records += [{"id": 4, "turns": ["one", "", "three"]}, {"id": "whole", "prompt": "x"}]
+    records += [{"id": "half", "prompt": "\ud83d"}, {"id": "inner", "prompt": "y", "input": "\udc00"}]
+    responses = [{"id": name, "response": text} for name, text in {"1": "z", "4": "z", "whole": "\ud83d"}.items()]
+    path = write_lines(tmp_path / "responses.jsonl", responses)
+    changes = {"num_train": 7, "rows_per_shard": 2, "source": "file", "responses": path, "max_error_share": 1.0}
+    config = with_prompts(toy_config, tmp_path / "some.jsonl", records, **changes)
     make(config)
-    problems = {problem["id"]: problem for problem in errors_of(config)}
-    assert problems.keys() == {"2", "3", "4#2", "4#3"}
-    assert {problem["outcome"] for problem in problems.values()} == {"skipped"}
-    assert problems["2"]["reason"] == "empty prompt"
-    assert "503 tokens; data.max_prompt_tokens is 60" in problems["3"]["reason"]
+    problems = errors_of(config)
+    assert {problem["id"]: problem["reason"] for problem in problems} == expected
+    assert {problem["id"] for problem in problems if problem["outcome"] == "error"} == {"whole"}
     assert sorted(row["id"] for row in rows_of(config)) == ["1", "4"]
 
 

@@ -105,22 +105,6 @@ def test_data_of_a_broken_manifest_or_one_that_decides_other_rows_is_not_grown(m
         assert files_of(made.data.dir) == before
 
 
-def test_check_finds_what_an_unfinished_run_lacks(toy_config, monkeypatch):
-    """The run ends after its first shard."""
-    calls, first = iter([Worker._make]), Worker._make
-
-    def once(*arguments):
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        return first(*arguments)
-
-    monkeypatch.setattr(Worker, "_make", once)
-    with pytest.raises(KeyboardInterrupt):
-        make(toy_config)
-    with pytest.raises(ValueError, match=r"^16 shards in .* are damaged or missing"):
-        check(toy_config)
-
-
 def fail_above(size: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labelling of larger batches fails."""
     label = Labeller.label

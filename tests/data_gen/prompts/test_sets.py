@@ -18,7 +18,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, Split, load_prompts
 from data_gen.stats import stats
 from data_gen.store.manifest import read_manifest
-from tests.data_gen.on_disk import errors_of, rows_of, with_data, with_prompts, write_lines
+from tests.data_gen.on_disk import errors_of, rows_of, with_data, write_lines
 
 FRAME = pd.DataFrame([{"question": f"q{number}", "key": f"k{number}"} for number in range(6)])
 COLUMNS = {"prompt": "question", "id": "key"}
@@ -178,21 +178,6 @@ def test_a_record_that_cannot_be_read_is_counted_and_the_run_continues(toy_confi
     path.write_text("\n".join([*lines[:2], "[1]", "[2]"]))
     with pytest.raises(ValueError, match=r"prompts.jsonl:3: expected a JSON object, got list \(2 of 4 records"):
         make(with_data(config, dir=str(tmp_path / "other")))
-
-
-def test_half_a_character_is_a_problem_row_and_not_the_end_of_a_run(toy_config, tmp_path):
-    prompts = [{"id": "whole", "prompt": "x"}, {"id": "half", "prompt": "\ud83d"}, {"id": "fine", "prompt": "z"}]
-    prompts += [{"id": "inner", "prompt": "y", "input": "\udc00"}]
-    responses = [{"id": "whole", "response": "\ud83d"}, {"id": "fine", "response": "z"}]
-    path = write_lines(tmp_path / "responses.jsonl", responses)
-    of_file = {"source": "file", "responses": path, "max_error_share": 1.0}
-    config = with_prompts(toy_config, tmp_path / "prompts.jsonl", prompts, num_train=4, **of_file)
-    make(config)
-    assert {problem["id"]: (problem["outcome"], problem["reason"].split(",")[0]) for problem in errors_of(config)} == {
-        "whole": ("error", "the response has a lone surrogate (half of a character)"),
-        "half": ("skipped", "the prompt has a lone surrogate (half of a character)"),
-        "inner": ("skipped", "the prompt has a lone surrogate (half of a character)"),
-    }
 
 
 @pytest.fixture

@@ -148,17 +148,20 @@ def test_check_shows_a_bar_names_every_broken_shard_changes_nothing_and_ends_wit
     lost = rows_path(made.data.dir, "test", 1)
     lost.unlink()
     sidecar_path(lost).unlink()
+    for never_made in Path(made.data.dir).rglob("train-00002.*"):  # the manifest counts it
+        never_made.unlink()
     before, path = files_of(made.data.dir), tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump({"pair": asdict(made.pair), "data": {"dir": made.data.dir}}))
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--config", str(path)])
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith("error: 5 shards in ")
+    assert said.err.splitlines()[-1].startswith("error: 9 shards in ")
     assert "are damaged or missing" in said.err.splitlines()[-1]
     for path in broken:
         assert f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said.out
     assert "fed/train-00000.safetensors is missing" in said.out
     assert "fed/train-00001.safetensors.json: invalid JSON" in said.out
+    assert said.out.count("train-00002") == 4
     assert f"{lost} is missing or incomplete" in said.out
     assert files_of(made.data.dir) == before
 
