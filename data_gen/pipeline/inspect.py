@@ -71,13 +71,13 @@ def responses(config: Config, *, out: str) -> None:
         for where, record in json_lines(path) if path.is_file() else ():
             if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
                 raise ValueError(f"{where} was not written by this command; choose another --out")
-            written[record["id"]] = _hash(record)
+            written[record["id"]] = hash(tuple(record["response_ids"]))
             file.write(json.dumps(record).encode() + b"\n")
         for record in _records(config.data.dir):
             if record["id"] not in written:
                 file.write(json.dumps(record).encode() + b"\n")
                 num_added += 1
-            elif written[record["id"]] != _hash(record):
+            elif written[record["id"]] != hash(tuple(record["response_ids"])):
                 raise ValueError(
                     f"{path} and {config.data.dir} have different responses to {record['id']}; choose another --out"
                 )
@@ -100,7 +100,3 @@ def _records(directory: str) -> Iterator[dict[str, Any]]:
             records = [exchange._asdict() for exchange in answers_in(path).exchanges]
         for record in records:
             yield {name: record[name] for name in _COLUMNS if record[name] is not None}
-
-
-def _hash(record: Mapping[str, Any]) -> int:
-    return hash(tuple(record["response_ids"]))

@@ -233,10 +233,9 @@ class Worker:
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         assert self.source is not None
         kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
-        request = ask if self._server is None else self._server.ask
-        answers: Answers = request(
-            spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept
-        )
+        answers = ask(spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
+        if self.data.labels == "server":
+            answers = self._server.labelled(spec, answers)
         return answers
 
     def _labelled(

@@ -139,11 +139,6 @@ class ShardSpec:
         return f"{self.split}-{self.index:05d}"
 
     @property
-    def row_ids(self) -> list[str]:
-        """The row ids of all turns of all conversations; each becomes a row or a problem."""
-        return [row_id(prompt, turn) for prompt in self.prompts for turn in range(len(prompt.turns))]
-
-    @property
     def num_requests(self) -> int:
         """Number of turns of all conversations."""
         return sum(len(prompt.turns) for prompt in self.prompts)
@@ -182,7 +177,7 @@ def ask(
 def in_order(spec: ShardSpec, rows: Iterable[Exchange | Problem]) -> Answers:
     """The answer to every turn of the shard; of several with the same id the last counts."""
     by_id = {row.id: row for row in rows}
-    answers = [by_id[name] for name in spec.row_ids]
+    answers = [by_id[row_id(prompt, turn)] for prompt in spec.prompts for turn in range(len(prompt.turns))]
     exchanges = [answer for answer in answers if isinstance(answer, Exchange)]
     return Answers(exchanges, [answer for answer in answers if isinstance(answer, Problem)])
 

@@ -36,9 +36,7 @@ from data_gen.responses.exchange import (
     Progress,
     RefusedError,
     Request,
-    ResponseSource,
     ShardSpec,
-    ask,
     in_order,
 )
 from data_gen.responses.text import Spelling
@@ -229,11 +227,8 @@ class CompletionsServer:
 
         return self._all(exchanges, read)
 
-    def ask(self, spec: ShardSpec, source: ResponseSource, **settings: Any) -> Answers:
-        """The answers of `source`, these servers or a file, with the target's distributions if there is a reader."""
-        answers = ask(spec, source, **settings)
-        if self.reader is None:
-            return answers
+    def labelled(self, spec: ShardSpec, answers: Answers) -> Answers:
+        """The answers, all with the target's distributions, also those of a file or an earlier run."""
         without = [exchange for exchange in answers.exchanges if exchange.distributions is None]
         return in_order(spec, [*answers.exchanges, *answers.problems, *self.with_distributions(without)])
 
