@@ -36,7 +36,7 @@ from heads.model.provenance import Provenance
 from heads.training.command import train
 from lm import load_pair, load_pair_tokenizer
 from store.shards import features_path, list_shards, rows_path, sidecar_path, verify_shard
-from tests.data_gen.faults.stages import Child, at, experiment
+from tests.data_gen.faults.test_faults import Child, at, experiment
 
 _COSTS: dict[str, Any] = {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}}
 _LISTS = {"prefix": [70, 71], "tokens": [72, 73], "draft": [72, 74], "p_acc": [1, 0.5]}
