@@ -115,23 +115,22 @@ def import_(
     of_source = replace(pair, draft=replace(pair.draft, path=source))
     is_dspark = released_layout_of(of_source.draft) == "dspark"
     if is_dspark and reject_weight is not None:
-        raise ValueError(
-            f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without one; "
-            "remove it"
-        )
+        problem = f"{source} has a confidence head that was trained without one"
+        raise ValueError(f"--reject_weight is {reject_weight}, but {problem}; remove it")
     if reject_weight is None and not is_dspark:
         raise ValueError(
             f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
         )
-    models: dict[str, Any] = {"draft": of_source.draft if is_dspark else pair.draft, "target": pair.target}
-    models = {role: {"path": m.path, "name": m.path, "revision": m.revision} for role, m in models.items()}
+    draft = of_source.draft if is_dspark else pair.draft
+    facts = [{"path": model.path, "name": model.path, "revision": model.revision} for model in (draft, pair.target)]
     provenance = Provenance(
         accept_weight=accept_weight,
         reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
+        draft=facts[0],
+        target=facts[1],
         sampling=asdict(pair.sampling),
         training={"imported_from": source},
-        **models,
     )
     if is_dspark:
         head = confidence_head_of(load_pair(of_source).drafting, provenance)  # type: ignore[arg-type]
@@ -172,11 +171,8 @@ def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
 
 
 def load_sweep(checkpoint: Path) -> Sweep:
-    """The sweep of a Lightning checkpoint, with the selected weights of each head.
-
-    Raises:
-        FileNotFoundError: no checkpoint.
-        ValueError: a broken checkpoint, or not one of `acceptance-heads train`.
+    """The sweep of a Lightning checkpoint, with the selected weights of each head; ValueError if the file is broken, or
+    not from `acceptance-heads train`.
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `acceptance-heads train` with this config first")
@@ -191,14 +187,11 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     as it is, or if the disk is full.
     """
     with atomic_directory(path) as folder:
-        config = path / "config.json"
-        is_head = path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
+        config, is_head = path / "config.json", path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
         if is_head and config.is_file():
             is_head = read_json(config, remedy="move it away").get("architectures") == [AcceptanceHead.__name__]
         if path.exists() and not is_head:
-            raise ValueError(
-                f"{path} exists and is not an exported head, so it is not overwritten; name another directory"
-            )
+            raise ValueError(f"{path} exists and is not an exported head, so it is kept; name another directory")
         head.save_pretrained(folder)
     return path
 
@@ -207,13 +200,11 @@ def _names(head: str, specs: Sequence[HeadSpec], *, results: dict[str, Any], met
     names = [str(spec) for spec in specs]
     if head == "all":
         return names
-    if head == "best":
-        if not results:
-            raise ValueError(
-                "--head best needs val_metrics.json, which this run has not written yet; let `acceptance-heads train` "
-                "finish, or name a head"
-            )
+    if head == "best" and results:
         return list(best_heads(results["dev"], specs, metric=metric).values())
+    if head == "best":
+        remedy = "let `acceptance-heads train` finish, or name a head"
+        raise ValueError(f"--head best needs val_metrics.json, which this run has not written yet; {remedy}")
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
@@ -230,8 +221,7 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
         )
     [name], source = linear, Path(pair.draft.path)
     if not source.is_dir():
-        remedy = "set pair.draft.path to a local directory"
-        source = downloaded(pair.draft.path, kind="draft", remedy=remedy, revision=pair.draft.revision)
+        source = downloaded(pair.draft.path, kind="draft", revision=pair.draft.revision)
     remedy = "set pair.draft to the draft that the head was trained for"
     check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
     path = write_confidence_head(heads[name], name, source=source, out=out)
@@ -240,11 +230,8 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
 
 
 def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
-    """The blocks of an experiment's data, as prefix heads read them, and the draft, which has a confidence head.
-
-    Raises:
-        FileNotFoundError: no data.
-        ValueError: a draft without a confidence head.
+    """The blocks of an experiment's data, as prefix heads read them, and the draft; ValueError if it has no confidence
+    head.
     """
     path, sets = config.pair.draft.path, config.heads
     if released_layout_of(config.pair.draft) != "dspark":

@@ -65,9 +65,7 @@ def train_heads(
 def _config_of(directory: str | Path) -> Config:
     """The experiment whose data is in a directory, from its manifest."""
     if not isinstance(directory, str | Path):
-        raise ValueError(
-            f"data is {type(directory).__name__}; give the Config of `data_gen.make_data`, or a directory with data"
-        )
+        raise ValueError(f"data is {type(directory).__name__}; give a Config, or a directory with data")
     manifest = read_manifest(str(directory), keys=("target", "draft", "sampling", "recorded", "split"))
     target, draft = (
         ModelSource(path=manifest["recorded"][f"{name}_path"], revision=manifest[name].get("revision"))

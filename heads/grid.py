@@ -23,11 +23,8 @@ class HeadSpec:
 
 
 def grid(config: HeadsConfig) -> list[HeadShape]:
-    """The shapes of a sweep, in the order of the config; each has a head for every reject weight.
-
-    Raises:
-        ValueError: an empty axis; an invalid depth, timing, scalar or weight; a repeated value; prefix heads whose
-            every combination of inputs reads the token.
+    """The shapes of a sweep, in the order of the config; each has a head for every reject weight. ValueError for empty
+    axes; invalid depths, timings, scalars or weights; repeated values; prefix heads that could only read the token.
     """
     for name in ("timings", "scalars", "embeddings", "normalised", "depths", "architectures", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]

@@ -12,12 +12,7 @@ Key = Mapping[str, Any]
 
 
 def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The object in a JSON file, which has these keys; `remedy` ends error messages: how to repair a broken file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a complete JSON object, or a key is missing.
-    """
+    """The object in a JSON file; ValueError, ended by `remedy`, if it is no complete object or lacks one of `keys`."""
     return _parsed(path.read_bytes(), str(path), remedy, keys)
 
 

@@ -36,11 +36,8 @@ def only_writer(
 ) -> Iterator[None]:
     """Run the block as the only process that holds this lock of a directory, which is created if needed, and removed
     again if the block leaves it empty. Messages call it `setting`, its config key; locks of different names do not
-    exclude each other; `wait_s`: how long to wait for another holder.
-
-    Raises:
-        ValueError: another process holds the lock; the directory is a URL or a file, cannot be written to, or its
-            filesystem has no locks.
+    exclude each other; `wait_s`: how long to wait for another holder. ValueError if another process holds the lock, or
+    the directory is a URL or a file, cannot be written to, or is on a filesystem without locks.
     """
     path = local_path(directory, setting) / name
     lock = _locked(path, setting, wait_s)

@@ -63,9 +63,7 @@ def sidecar_path(path: Path) -> Path:
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
     """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; removes an old sidecar first.
-
-    Raises:
-        ValueError: the disk is full; no incomplete file remains.
+    ValueError if the disk is full; no incomplete file remains.
     """
     sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
@@ -81,10 +79,8 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that replaces `path` when the block ends; if the block raises, `path` is unchanged.
-
-    Raises:
-        ValueError: the disk is full, or the path is a URL.
+    """A file that replaces `path` when the block ends; if the block raises, `path` is unchanged. ValueError if the disk
+    is full or the path is a URL.
     """
     check_local(path, "the file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +118,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     """A folder that replaces `path` when the block ends; if the block raises, `path` is unchanged. Other writers wait.
 
     The old directory is renamed before the new one takes its name; if the process is killed in between, the next writer
-    restores it.
-
-    Raises:
-        ValueError: the parent folder cannot be written to, or another process has been writing for ten minutes.
+    restores it. ValueError if the parent folder cannot be written to, or another process writes for ten minutes.
     """
     partial, previous = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "previous"))
     with only_writer(path.parent, setting="directory", name=f".{path.name}.lock", wait_s=_DIRECTORY_WAIT_S):
@@ -192,11 +185,8 @@ def _sha256(path: Path, *_stat: int) -> str:
 
 
 def list_shards(directory: str | Path, split: str, subfolder: str = "rows") -> list[Path]:
-    """The shards of one split in order, of a subfolder: rows, labels, or features/TIMING.
-
-    Raises:
-        FileNotFoundError: there are none.
-        ValueError: one is missing or incomplete.
+    """The shards of one split in order, of a subfolder: rows, labels, or features/TIMING; FileNotFoundError if there is
+    none, ValueError if one is missing or incomplete.
     """
     folder, suffix = Path(directory) / subfolder, "parquet" if subfolder == "rows" else "safetensors"
     paths = sorted(folder.glob(f"{split}-*.{suffix}"))

@@ -77,7 +77,7 @@ def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: 
     affine = (torch.ones_like(shift), torch.zeros_like(shift)), (1 / temperature, shift / temperature)
     for way, of_heads in zip(_WAYS, affine, strict=True):
         token, survival = (sums[f"{way} {kind}"] for kind in _KINDS)
-        of_tokens, bins = (_unstack(of(tokens, *of_heads)._asdict()) for of in (measures, reliability))
+        of_tokens, bins = _unstack(measures(tokens, *of_heads)._asdict()), _unstack(reliability(tokens, *of_heads))
         of_positions = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
         of_survival = _unstack(measures(survival)._asdict())
         for index, result in enumerate(results):

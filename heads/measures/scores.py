@@ -39,15 +39,6 @@ class Measures(NamedTuple):
     ece: Float[Tensor, "*lead"]
 
 
-class Reliability(NamedTuple):
-    """Predicted against true probability, by bin of the prediction."""
-
-    share: Float[Tensor, "*lead ece"]
-    """Share of all weight; 0 for an empty bin."""
-    predicted: Float[Tensor, "*lead ece"]
-    true: Float[Tensor, "*lead ece"]
-
-
 def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
     """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
     z = _affine(histogram, slope, offset)
@@ -56,7 +47,7 @@ def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor |
     bce = ((histogram.weight * F.softplus(z)).sum(-1) - slope * histogram.product - offset * accepted) / total
     brier = ((histogram.weight * prob**2).sum(-1) - 2 * (histogram.accepted * prob).sum(-1) + histogram.squares) / total
     bins = reliability(histogram, slope, offset)
-    ece = (bins.share * (bins.predicted - bins.true).abs()).sum(-1)
+    ece = (bins["share"] * (bins["predicted"] - bins["true"]).abs()).sum(-1)
     return Measures(
         kl=bce - histogram.entropy / total,
         bce=bce,
@@ -65,8 +56,12 @@ def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor |
     )
 
 
-def reliability(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Reliability:
-    """Mean prediction and mean label in each of 15 equal bins of the prediction."""
+def reliability(
+    histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0
+) -> dict[str, Float[Tensor, "*lead ece"]]:
+    """{share: of all weight, 0 for an empty bin, predicted: mean prediction, true: mean label} of each of 15 equal bins
+    of the prediction.
+    """
     prob = _affine(histogram, slope, offset).sigmoid()
     index = (prob * NUM_ECE_BINS).long().clamp(max=NUM_ECE_BINS - 1)
     zeros = torch.zeros(*prob.shape[:-1], NUM_ECE_BINS, dtype=prob.dtype, device=prob.device)
@@ -74,7 +69,7 @@ def reliability(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tenso
         zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted)
     )
     divisor, total = weight.clamp_min(1e-300), histogram.total.clamp_min(1e-300)
-    return Reliability(share=weight / total[..., None], predicted=predicted / divisor, true=true / divisor)
+    return {"share": weight / total[..., None], "predicted": predicted / divisor, "true": true / divisor}
 
 
 def auroc(histogram: Histogram) -> Float[Tensor, "*lead"]:
@@ -112,9 +107,8 @@ def fit_logistic(histogram: Histogram) -> tuple[Float[Tensor, " signals"], Float
     for _ in range(_STEPS):
         prob = (design @ beta[..., None]).squeeze(-1).sigmoid()
         gradient = ((design * (histogram.weight * prob)[..., None]).sum(1) - label) / total[:, None]
-        curvature = (
-            torch.einsum("sbi,sb,sbj->sij", design, histogram.weight * prob * (1 - prob), design) / total[:, None, None]
-        )
+        weight = histogram.weight * prob * (1 - prob)
+        curvature = torch.einsum("sbi,sb,sbj->sij", design, weight, design) / total[:, None, None]
         curvature = curvature + _RIDGE * torch.eye(2, dtype=x.dtype, device=x.device)
         beta = beta - torch.linalg.solve(curvature, gradient).clamp(-2, 2)
     slope = beta[:, 0] / scale

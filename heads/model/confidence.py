@@ -35,10 +35,8 @@ def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> A
     weight 0.
     """
     if draft.confidence_head is None:
-        raise ValueError(
-            f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false); train a prefix "
-            "head for it"
-        )
+        problem = f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false)"
+        raise ValueError(f"{problem}; train a prefix head for it")
     proj = draft.confidence_head.proj
     head = AcceptanceHead(draft.hidden_size, 0, "prefix", provenance=provenance)
     weight = proj.weight.detach().float().cpu()
@@ -49,11 +47,8 @@ def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> A
 
 def write_confidence_head(head: AcceptanceHead, name: str, *, source: Path, out: Path) -> Path:
     """Copy a DSpark draft's directory, atomically, from `source` to `out`, with a linear prefix head as its confidence
-    head; the card and messages call it `name`.
-
-    Raises:
-        ValueError: a draft without a confidence head, or of another width; a head that is not linear in its inputs;
-            `out` exists and is not such a copy.
+    head; the card and messages call it `name`. ValueError for a draft without a confidence head or of another width, a
+    head that is not linear in its inputs, or an `out` that is not such a copy.
     """
     if out.exists() and not (out / CARD).is_file():
         raise ValueError(f"{out} exists and is not an exported confidence head; name another directory (--out)")
@@ -76,10 +71,8 @@ def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     for name in _PARTS:
         if name not in stored:
-            raise ValueError(
-                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set pair.draft to "
-                "a DSpark draft with one"
-            )
+            problem = f"the draft {source} has no tensor {name}, so it has no confidence head to replace"
+            raise ValueError(f"{problem}; set pair.draft to a DSpark draft with one")
         if stored[name].dtype not in FLOATS:
             raise ValueError(f"{name} of {source} has dtype {stored[name].dtype}; use a draft that stores it as floats")
     return stored[_PARTS[0]].shape[-1]

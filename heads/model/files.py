@@ -43,10 +43,7 @@ _EXPORT = "export the head again with `acceptance-heads export`"
 
 def local_directory(source: str | Path, **download: Any) -> Path:
     """The local path of a head; a hub id (owner/name) is downloaded with the arguments of `snapshot_download`.
-
-    Raises:
-        FileNotFoundError: neither a local path nor a repository that can be downloaded.
-        ValueError: a URL.
+    FileNotFoundError if there is neither, ValueError for a URL.
     """
     if not isinstance(source, str | Path):
         raise ValueError(f"{type(source).__name__} is neither a path nor a hub id of a head; pass one of them")
@@ -58,17 +55,17 @@ def local_directory(source: str | Path, **download: Any) -> Path:
         raise FileNotFoundError(
             f"no exported head at {path}; run `acceptance-heads export`, which writes one directory per head of a sweep"
         )
-    return downloaded(str(source), kind="head", remedy="name a local directory", allow_patterns=[*FILES], **download)
+    return downloaded(str(source), kind="head", allow_patterns=[*FILES], **download)
 
 
-def downloaded(name: str, *, kind: str, remedy: str, **download: Any) -> Path:
+def downloaded(name: str, *, kind: str, **download: Any) -> Path:
     """The files of a hub repository; FileNotFoundError if they cannot be downloaded."""
     try:
         return Path(snapshot_download(name, **download))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no {kind} at {name!r}: no such directory, and the download from the hub failed "
-            f"({' '.join(str(error).split())}); check the name, run `hf auth login` for a private one, or {remedy}"
+            f"no {kind} at {name!r}: no such directory, and the download from the hub failed ("
+            f"{' '.join(str(error).split())}); check the name, `hf auth login` for a private one, or name a directory"
         ) from error
 
 
@@ -80,11 +77,11 @@ def write_head_config(path: Path, config: dict[str, Any]) -> None:
 def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:
     """The config.json of a head; ValueError if it is not a JSON object with `keys` or a value has the wrong type."""
     config = read_json(path, remedy=_EXPORT, keys=keys)
-    for key, kinds in _KINDS.items():
-        value = config.get(key)
-        is_number_for_bool = isinstance(value, bool) and bool not in kinds
+    for key in [key for key in _KINDS if key in config]:
+        value, kinds = config[key], _KINDS[key]
+        is_bool_for_number = isinstance(value, bool) and bool not in kinds
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
-        if key in config and (not isinstance(value, kinds) or is_number_for_bool or is_list_of_others):
+        if not isinstance(value, kinds) or is_bool_for_number or is_list_of_others:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {_EXPORT}")
     return config
@@ -123,8 +120,7 @@ def checked(
         if tuple(tensors[name].shape) != expected[name]:
             problems.append(f"{name} has shape {tuple(tensors[name].shape)}, expected {expected[name]}")
         elif tensors[name].dtype not in FLOATS:
-            dtype = tensors[name].dtype
-            problems.append(f"{name} has dtype {dtype}, expected float16, bfloat16, float32 or float64")
+            problems.append(f"{name} has dtype {tensors[name].dtype}, expected float16, bfloat16, float32 or float64")
         elif not (tensors[name].abs() < _LARGEST).all():
             problems.append(f"{name} has NaN or values above {_LARGEST:g}, which overflow float32")
     if problems:

@@ -84,10 +84,8 @@ class Inputs(NamedTuple):
     def concatenated(
         self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
     ) -> Float[Tensor, "*tokens input"] | None:
-        """x of law 4.7: all inputs side by side; None if the head reads only the hidden state.
-
-        Raises:
-            ValueError: an input is missing, or given to a head that does not read it.
+        """x of law 4.7: all inputs side by side; None if the head reads only the hidden state. ValueError for an input
+        that is missing, or given to a head that does not read it.
         """
         is_read = {"scalars": bool(self.scalars), "embedding": self.embedding}
         for name, value in (("scalars", scalars), ("embedding", embedding)):

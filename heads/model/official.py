@@ -22,15 +22,8 @@ from heads.model.provenance import Provenance
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:
-    """The head in a directory (config.json and model.safetensors) of the official format, or on the hub.
-
-    Args:
-        source: a local path or a hub id.
-        provenance: what the official config does not contain: reject weight, models.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a pickled checkpoint, or tensors that do not fit the config.
+    """The head in a directory (config.json and model.safetensors) of the official format, or on the hub; errors as of
+    `AcceptanceHead.from_pretrained`. `provenance` has what that config does not: reject weight, models.
     """
     directory = local_directory(source)
     config, tensors = read_head_files(directory)

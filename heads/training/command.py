@@ -28,7 +28,7 @@ from heads.grid import grid
 from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
-from heads.training.trainer import PAPER_EPOCHS, make_trainer, quiet, stopped_by_sigusr1
+from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
 from lm import FeatureDraft, check_width, load_config, load_model, load_pair, load_pair_tokenizer, vocab_size_of
 from lm.features.released import released_layout_of
 from store.shards import list_shards, read_sidecar, write_atomic
@@ -37,8 +37,8 @@ _RATE_TIMES_WIDTH = 1.5
 _HIGHEST_RATE = 1e-2
 _STEPS = 400
 """Optimiser steps that suffice at that rate."""
-_EPOCHS = (PAPER_EPOCHS, 30)
-"""Minimum and maximum."""
+_EPOCHS = (3, 30)
+"""Minimum, the paper's, and maximum."""
 _CPU = torch.device("cpu")
 
 
@@ -63,9 +63,7 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
         except MisconfigurationException as error:
             raise ValueError(f"trainer: {error}") from error
         except SIGTERMException as error:  # Lightning's own exit code is 0, as if the run were done
-            print(
-                "stopped by a signal; run the same command again to continue from the last checkpoint", file=sys.stderr
-            )
+            print("stopped by a signal; run the same command again to continue from its checkpoint", file=sys.stderr)
             raise SystemExit(128 + signal.SIGTERM) from error  # the convention of shells
         except SystemExit:
             if trainer.interrupted:  # Lightning turns Ctrl-C into a silent exit
@@ -75,11 +73,7 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
 
 
 def settled(config: Config) -> Config:
-    """The experiment with defaults filled in for learning rate, epochs and data sizes; prints the chosen values.
-
-    Raises:
-        FileNotFoundError: no data to train on.
-    """
+    """The experiment with defaults filled in for learning rate, epochs and data sizes; prints the chosen values."""
     grid(config.heads)  # report invalid settings before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
     refuse_older(manifest, config.data.dir)
@@ -104,20 +98,16 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
 
 
 def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
-    """The LightningModule and the data module of a config, for the run of this name and steps on this device.
-
-    Raises:
-        FileNotFoundError, ValueError: missing or invalid data, or a draft other than the one that made the data.
+    """The LightningModule and the data module of a config, for the run of this name and steps on this device; errors as
+    of `FeatureData`.
     """
     config = settled(config)
     draft = embedding = None
-    is_online = config.heads.features == "online"
-    if is_online and released_layout_of(config.pair.draft):
-        raise ValueError(
-            "heads.features is online, but a feature draft needs the target's states; set heads.features to cached"
-        )
+    if config.heads.features == "online" and released_layout_of(config.pair.draft):
+        problem = "heads.features is online, but a feature draft needs the target's states"
+        raise ValueError(f"{problem}; set heads.features to cached")
     data = FeatureData(config.data, config.heads, pair=config.pair)
-    if is_online:
+    if data.is_online:
         model = load_model(config.pair.draft, device=device)
         check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
@@ -151,10 +141,8 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
     layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
-        raise ValueError(
-            f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}, but "
-            "heads.embeddings needs equal widths; set it to [false]"
-        )
+        widths = f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}"
+        raise ValueError(f"{widths}, but heads.embeddings needs equal widths; set it to [false]")
     return embedding
 
 
@@ -169,15 +157,11 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
-    models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
+    facts = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
-    training = {
-        "prompts": manifest["prompts"],
-        "responses": data.num_responses("train"),
-        "learning_rate": config.heads.learning_rate,
-        "sequences_per_batch": config.heads.batch_size,
-    }
+    training = {"prompts": manifest["prompts"], "responses": data.num_responses("train")}
+    training |= {"learning_rate": config.heads.learning_rate, "sequences_per_batch": config.heads.batch_size}
     training |= {key: value for key, value in settings.items() if value not in (None, -1)}
     # data of feature drafts is not mixed
-    mixing_ratio = None if manifest.get("draft_length") else manifest["mixing_ratio"]
-    return {"mixing_ratio": mixing_ratio, **models, "sampling": manifest["sampling"], "training": training}
+    facts["mixing_ratio"] = None if manifest.get("draft_length") else manifest["mixing_ratio"]
+    return facts | {"sampling": manifest["sampling"], "training": training}

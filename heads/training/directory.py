@@ -66,13 +66,8 @@ class RunDirectory:
         return only_writer(self.path, setting="heads.dir") if is_first_process() else nullcontext()
 
     def prepare(self, config: Config, *, resume: bool, processes: int = 1) -> tuple[str, str | None]:
-        """Decide whether to resume, and write run.json (rank 0 only; other ranks reach the same decision).
-
-        Returns:
-            The name of the run, and the checkpoint to resume from.
-
-        Raises:
-            ValueError: a broken checkpoint, or one of another config or an incompatible number of processes.
+        """The name of the run, and the checkpoint to resume from, if any; rank 0 writes run.json. ValueError for a
+        checkpoint that is broken, of another config, or of an incompatible number of processes.
         """
         described = {"processes": processes, **_described(config)}
         on_disk = self.read() if resume else {}
@@ -81,10 +76,8 @@ class RunDirectory:
             _refuse_difference(on_disk, described, path=self.path)
         run = on_disk.get("run") or saved or uuid.uuid4().hex
         if is_first_process():
-            self.path.mkdir(parents=True, exist_ok=True)
             clean_partial(self.path)
-            text = json.dumps({"run": run, **described}, indent=1) + "\n"
-            write_atomic(self.path / "run.json", text.encode())
+            write_atomic(self.path / "run.json", (json.dumps({"run": run, **described}, indent=1) + "\n").encode())
         return run, str(self.checkpoint) if run == saved else None
 
     def results(self, run: str) -> dict[str, Any]:
@@ -96,20 +89,13 @@ class RunDirectory:
 
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
-        path = self.path / "run.json"
-        if not path.is_file():
-            return {}
-        return read_json(
-            path, remedy="delete it to continue without comparing configs", keys=("run", "data", "config", "processes")
-        )
+        path, keys = self.path / "run.json", ("run", "data", "config", "processes")
+        remedy = "delete it to continue without comparing configs"
+        return read_json(path, remedy=remedy, keys=keys) if path.is_file() else {}
 
 
 def run_of(path: Path) -> str:
-    """The name of the run that wrote a checkpoint.
-
-    Raises:
-        ValueError: the file is truncated, corrupted, or not a checkpoint of a sweep.
-    """
+    """The name of the run that wrote a checkpoint; ValueError if it is truncated, corrupted, or not of a sweep."""
     try:
         with zipfile.ZipFile(path) as file:
             if broken := file.testzip():
@@ -128,13 +114,10 @@ def run_of(path: Path) -> str:
 def _described(config: Config) -> dict[str, Any]:
     """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
     packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
-    described = {
-        "config": asdict(config),
-        "data": digest(json.dumps(manifest, sort_keys=True)),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "command": sys.argv,
-    }
+    data = digest(json.dumps(manifest, sort_keys=True))
+    described = {"config": asdict(config), "data": data, "versions": versions, "command": sys.argv}
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 
@@ -150,13 +133,10 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
         old, new = (defaults | config[section] for config in (on_disk["config"], described["config"]))
         for name in new:
             if old.get(name) != new[name] and f"{section}.{name}" not in _FREE_TO_CHANGE:
-                raise ValueError(
-                    f"{path} has a run with {section}.{name} = {old.get(name)!r}, but this config has {new[name]!r}; "
-                    f"{remedy}"
-                )
-    processes, dropout = described["processes"], described["config"]["heads"]["dropout"]
-    written = on_disk["processes"]
-    if written != processes and dropout:
+                run = f"{path} has a run with {section}.{name} = {old.get(name)!r}"
+                raise ValueError(f"{run}, but this config has {new[name]!r}; {remedy}")
+    written, processes = on_disk["processes"], described["processes"]
+    if written != processes and (dropout := described["config"]["heads"]["dropout"]):
         raise ValueError(
             f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
             f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {_START_OVER}"

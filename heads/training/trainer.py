@@ -31,7 +31,6 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from configs.schema import Config, HeadsConfig
 from store.shards import atomic_file
 
-PAPER_EPOCHS = 3
 _INTERVAL = timedelta(minutes=3)
 
 
@@ -78,18 +77,13 @@ def _is_between_steps(trainer: pl.Trainer) -> bool:
 
 
 def make_trainer(config: Config) -> pl.Trainer:
-    """The Trainer of a config.
-
-    Raises:
-        ValueError: arguments that Lightning rejects, weights in half precision, or a batch size that is not divisible
-            by the number of processes.
+    """The Trainer of a config; ValueError for arguments that Lightning rejects, weights in half precision, or a batch
+    size that is not divisible by the number of processes.
     """
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
-        raise ValueError(
-            f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of heads.learning_rate; "
-            f"use {precision.replace('true', 'mixed')}"
-        )
+        problem = f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of the learning rate"
+        raise ValueError(f"{problem}; use {precision.replace('true', 'mixed')}")
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
     except (MisconfigurationException, TypeError) as error:
@@ -103,10 +97,8 @@ def make_trainer(config: Config) -> pl.Trainer:
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
-    """The `trainer` section with defaults: three epochs (the paper's), one device, loggers, checkpoints."""
+    """The `trainer` section with defaults: one device, loggers, checkpoints."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
-    if "max_epochs" not in arguments and arguments.get("max_steps", -1) == -1:
-        arguments["max_epochs"] = PAPER_EPOCHS
     path, is_bare = Path(config.heads.dir), arguments.get("barebones")
     if arguments.get("logger", True) is True and not is_bare:
         arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
@@ -115,9 +107,8 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     plugins = _listed(arguments.get("plugins"))
     files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
     arguments["plugins"] = [*plugins, *files, *_environments(plugins)]
-    bars = {} if is_bare else {"enable_progress_bar": sys.stderr.isatty()}
     defaults = {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)}
-    return defaults | bars | arguments
+    return defaults | ({} if is_bare else {"enable_progress_bar": sys.stderr.isatty()}) | arguments
 
 
 def num_optimizer_steps(trainer: pl.Trainer) -> int:
@@ -125,11 +116,10 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
 
     Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
     """
+    if trainer.max_epochs in (-1, None) and trainer.max_steps == -1:
+        limits = "trainer.max_epochs and trainer.max_steps are both -1"
+        raise ValueError(f"{limits}, but the cosine schedule needs an end; set one")
     if trainer.max_epochs in (-1, None):
-        if trainer.max_steps == -1:
-            raise ValueError(
-                "trainer.max_epochs and trainer.max_steps are both -1, but the cosine schedule needs an end; set one"
-            )
         return trainer.max_steps
     assert trainer.max_epochs is not None
     batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]

@@ -50,8 +50,8 @@ def test_kl_is_cross_entropy_minus_label_entropy(tokens):
     truth = observe(prob.double().logit()[None], prob[None])
     assert float(measures(truth).kl[0]) == pytest.approx(0, abs=1e-5)
     bins = reliability(truth)  # of a true prediction it is the diagonal
-    torch.testing.assert_close(bins.predicted, bins.true, atol=1e-4, rtol=0)
-    assert float(bins.share.sum()) == pytest.approx(1)
+    torch.testing.assert_close(bins["predicted"], bins["true"], atol=1e-4, rtol=0)
+    assert float(bins["share"].sum()) == pytest.approx(1)
 
 
 def test_auroc_counts_each_token_as_accepted_and_rejected_by_its_label(tokens):
