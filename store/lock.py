@@ -63,11 +63,9 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def in_words(holder: Mapping[str, Any]) -> str:
-    """A phrase that names the holder of a lock."""
-    try:
-        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    except KeyError:  # the process has just started or just ended
-        return "another process"
+    """A phrase that names the holder of a lock, if it has not just started or just ended."""
+    is_known = holder.keys() >= {"pid", "host", "since"}
+    return "process {pid} on {host} since {since}".format(**holder) if is_known else "another process"
 
 
 def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
@@ -91,9 +89,8 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
 
 def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
     if error.errno not in _NO_LOCKS:
-        return ValueError(
-            f"{setting} is {path.parent}, which cannot be written to ({error.strerror}); choose another {setting}"
-        )
+        problem = f"{setting} is {path.parent}, which cannot be written to ({error.strerror})"
+        return ValueError(f"{problem}; choose another {setting}")
     _remove(path)
     return ValueError(
         f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), where two runs "
@@ -109,7 +106,6 @@ def _remove(path: Path) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    try:
+    with suppress(OSError, ValueError, TypeError):  # the holder has just started or just ended
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # the holder has just started or just ended
-        return {}
+    return {}

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -17,11 +18,10 @@ _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}
 
 def _size_of(terminal: Any) -> dict[str, Any]:
     """tqdm's arguments for the terminal's size; some containers report 0 lines, on which tqdm would draw nothing."""
-    try:
-        is_known = os.get_terminal_size(terminal.fileno()).lines > 0
-    except OSError:
-        is_known = False
-    return {"dynamic_ncols": True} if is_known else {"ncols": 80, "nrows": 24}
+    with suppress(OSError):
+        if os.get_terminal_size(terminal.fileno()).lines > 0:
+            return {"dynamic_ncols": True}
+    return {"ncols": 80, "nrows": 24}
 
 
 class Bar(tqdm):

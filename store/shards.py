@@ -101,14 +101,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    """Flush a folder, so that a new name in it survives a power failure."""
-    folder = os.open(path, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(folder)  # so that the new name survives a power failure
     finally:
         os.close(folder)
 
@@ -144,8 +139,8 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
     for name in _COUNTS & facts.keys():
         if type(facts[name]) is not int or facts[name] < 0:
-            expected = f"{name} is {facts[name]!r:.80}, expected an integer of at least 0"
-            raise ValueError(f"{sidecar_path(path)}: {expected}; {SIDECAR_REMEDY}")
+            problem = f"{name} is {facts[name]!r:.80}, expected an integer of at least 0"
+            raise ValueError(f"{sidecar_path(path)}: {problem}; {SIDECAR_REMEDY}")
     return facts
 
 
@@ -165,9 +160,7 @@ def verify_shard(path: Path, *, command: str = "data") -> None:
     if (size := path.stat().st_size) != facts["bytes"]:
         raise ValueError(f"{path} is truncated: it has {size:,} bytes instead of {facts['bytes']:,}; {again}")
     if sha256_of(path) != facts["sha256"]:
-        raise ValueError(
-            f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and the sidecar, and {again}"
-        )
+        raise ValueError(f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and that, and {again}")
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and renamed; delete both and {again}")
 
@@ -211,9 +204,7 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
 
 
 def check_sums(paths: Iterable[Path], *, command: str = "data", check: ShardCheck | None = None) -> None:
-    """Raise ValueError for the first shard that differs from its sidecar or fails a further `check`; `command` of
-    `acceptance-heads` makes them, for messages.
-    """
+    """Raise ValueError for the first of `problems_of` these shards."""
     for _, problem in problems_of(list(paths), command=command, check=check):
         raise ValueError(problem)
 
@@ -221,7 +212,9 @@ def check_sums(paths: Iterable[Path], *, command: str = "data", check: ShardChec
 def problems_of(
     paths: Sequence[Path], *, command: str = "data", check: ShardCheck | None = None, is_thorough: bool = False
 ) -> Iterator[tuple[Path, str]]:
-    """Each shard that fails a check, in order, with its error message; `is_thorough`: always show a progress bar."""
+    """Each shard that differs from its sidecar or fails a further `check`, in order, with its error message, which has
+    the `command` to run; `is_thorough`: always show a progress bar.
+    """
 
     def problem_of(path: Path) -> str | None:
         try:

@@ -169,10 +169,8 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
     names = ("acceptance_prob", *columns) if path.parent.name == "labels" else ("hidden",)
     with _opened(path, *names) as file:
         if names == ("hidden",) and (stored := file.get_slice("hidden").get_shape()[-1]) != width:
-            raise ValueError(
-                f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}, so they come "
-                "from another draft; delete the features and make them again"
-            )
+            problem = f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}"
+            raise ValueError(f"{problem}; they come from another draft: delete the features and make them again")
         for name in names:
             values = file.get_tensor(name)
             # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
@@ -180,10 +178,8 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
             if not _allowed(name, extremes).all():
                 position = int((~_allowed(name, values)).reshape(len(values), -1).any(-1).nonzero()[0])
                 kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-                raise ValueError(
-                    f"{path}: {name} of token {position} is {kind}; check the models, delete the shard and run "
-                    "`acceptance-heads data` again"
-                )
+                remedy = "check the models, delete the shard and run `acceptance-heads data` again"
+                raise ValueError(f"{path}: {name} of token {position} is {kind}; {remedy}")
 
 
 @contextmanager
@@ -197,14 +193,11 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
     with file:
         missing = sorted(set(names) - set(file.keys()))
         if RATE in missing:
-            raise ValueError(
-                f"{path} has no {RATE}, the label of prefix heads (data of data.mode sequential and imported data lack "
-                "it); make the data with data.mode together, or remove prefix from heads.timings"
-            )
+            problem = f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack it"
+            raise ValueError(f"{problem}: make the data with data.mode together, or remove prefix from heads.timings")
         if missing:
-            raise ValueError(
-                f"{path} has no tensor {missing[0]!r}; delete {path.parent} and run `acceptance-heads data` again"
-            )
+            remedy = f"delete {path.parent} and run `acceptance-heads data` again"
+            raise ValueError(f"{path} has no tensor {missing[0]!r}; {remedy}")
         yield file
 
 
@@ -253,10 +246,8 @@ class DraftFeatures:
         read = [_mixed(row) if is_fed else row.response_ids[:-1] for row in rows]
         sequences = [[*row.prompt_ids, *ids] for row, ids in zip(rows, read, strict=True)]
         states = hidden_states(self.draft, sequences, [len(row.prompt_ids) - (not is_fed) for row in rows])
-        parts = states.split([len(row.response_ids) for row in rows])
-        return with_states(
-            rows, torch.cat([part[row.drafted.to(part.device)] for part, row in zip(parts, rows, strict=True)])
-        )
+        parts = zip(states.split([len(row.response_ids) for row in rows]), rows, strict=True)
+        return with_states(rows, torch.cat([part[row.drafted.to(part.device)] for part, row in parts]))
 
 
 def _mixed(row: Row) -> list[int]:

@@ -41,13 +41,6 @@ class Item(NamedTuple):
     row: int
 
 
-class Share(NamedTuple):
-    """The rank of this process and the number of processes."""
-
-    rank: int = 0
-    world_size: int = 1
-
-
 def in_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
     """Every response once, in stored order; `lengths` are the tokens of each response of each shard."""
     return [Item(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
@@ -81,14 +74,16 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
             yield from chain.from_iterable(turns)
 
 
-def batches(items: Iterable[Item], size: int, share: Share, *, first: int = 0) -> Iterator[list[Item]]:
-    """This process's part of each batch of `size` responses; the last batch may be smaller. The first `first` batches
-    are skipped.
+def batches(
+    items: Iterable[Item], size: int, *, rank: int = 0, world_size: int = 1, first: int = 0
+) -> Iterator[list[Item]]:
+    """The part of process `rank` of each batch of `size` responses, without the first `first` batches; the last may be
+    smaller.
     """
     remaining = iter(items)
     for batch in islice(iter(lambda: list(islice(remaining, size)), []), first, None):
-        part = -(-len(batch) // share.world_size)
-        yield batch[share.rank * part : (share.rank + 1) * part]
+        part = -(-len(batch) // world_size)
+        yield batch[rank * part : (rank + 1) * part]
 
 
 def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | dict[str, list[Row]]]:
@@ -131,19 +126,19 @@ class BatchLoader:
         *,
         batch_size: int,
         seed: int | None,
-        share: Share | None = None,
-        is_included: Callable[[Item], bool] | None = None,
+        process: tuple[int, int] = (0, 1),
+        is_included: Callable[[Item], bool] = lambda item: True,
     ) -> None:
         """Args:
         read: makes a batch of some responses; must be thread-safe.
         lengths: the tokens of each response of each shard.
         batch_size: responses per batch, summed over processes.
         seed: seed of the order; None: stored order in every epoch.
-        share: this process's part of the data; None: all of it.
-        is_included: filter of responses, only without a seed; None: all responses.
+        process: its rank, and the number of processes.
+        is_included: filter of responses, only without a seed.
         """
         self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
-        self.share, self.items = share or Share(), list(filter(is_included or (lambda item: True), in_order(lengths)))
+        self.process, self.items = process, list(filter(is_included, in_order(lengths)))
         self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
         self.epoch, self._taken = 0, 0
         self._resume: dict[str, int] | None = None
@@ -167,7 +162,8 @@ class BatchLoader:
         resume, self._resume = self._resume, None
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
         order = self.items if self.seed is None else shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
-        parts = batches(order, self.batch_size, self.share, first=self._taken)
+        rank, world_size = self.process
+        parts = batches(order, self.batch_size, rank=rank, world_size=world_size, first=self._taken)
         for batch in read_ahead(self.read, parts, READ_AHEAD):
             self._taken += 1  # before the yield, since a checkpoint is written while the consumer has the batch
             yield batch

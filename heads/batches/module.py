@@ -19,7 +19,7 @@ from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.manifest import describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers
-from heads.batches.loader import BatchLoader, Share, block_reader
+from heads.batches.loader import BatchLoader, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
 from lm.signals import POSITION
@@ -38,10 +38,8 @@ class FeatureData(pl.LightningDataModule):
 
     def __init__(self, data: DataConfig, heads: HeadsConfig, *, pair: PairConfig) -> None:
         """`data` and `heads` are sections of the config, and `pair` has the models that the data must be made with.
-
-        Raises:
-            FileNotFoundError: no data.
-            ValueError: shards missing, empty, corrupted, of several widths, or made for other models.
+        FileNotFoundError if there is no data; ValueError for shards that are missing, empty, corrupted, of several
+        widths, or made for other models.
         """
         super().__init__()
         self.data, self.heads, self._draft, shapes = data, heads, pair.draft, grid(heads)
@@ -57,10 +55,8 @@ class FeatureData(pl.LightningDataModule):
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
         paths = {split: self._paths(split) for split in splits}
         if is_first_process():  # the others start later, or wait for it
-            check_sums(
-                [path for of_split in paths.values() for of_shard in of_split for path in of_shard.values()],
-                check=self._check,
-            )
+            shards = [of_shard for of_split in paths.values() for of_shard in of_split]
+            check_sums([path for of_shard in shards for path in of_shard.values()], check=self._check)
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
 
     def train_dataloader(self) -> BatchLoader:
@@ -88,10 +84,12 @@ class FeatureData(pl.LightningDataModule):
         lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
-        in_set = (lambda item: self._sets[split][item.shard][item.row] == only) if only else None
-        share = Share(self.trainer.global_rank, self.trainer.world_size) if self.trainer else None
-        settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed, "share": share}
-        return BatchLoader(block_reader(shards), lengths, **settings, is_included=in_set)
+        settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed}
+        if self.trainer:
+            settings["process"] = self.trainer.global_rank, self.trainer.world_size
+        if only:
+            settings["is_included"] = lambda item: self._sets[split][item.shard][item.row] == only
+        return BatchLoader(block_reader(shards), lengths, **settings)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
         """The scalars of the first training shard that has drafted tokens."""
@@ -126,10 +124,8 @@ class FeatureData(pl.LightningDataModule):
         paths = {folder: list_shards(self.data.dir, split, folder) for folder in folders}
         counts = {folder: len(of_folder) for folder, of_folder in paths.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(
-                f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
-                "this config to finish the data"
-            )
+            remedy = "run `acceptance-heads data` with this config to finish the data"
+            raise ValueError(f"{self.data.dir} has different numbers of {split} shards: {counts}; {remedy}")
         shards = [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
         if split != "train" or self.heads.num_train is None:
             return shards
@@ -142,10 +138,9 @@ class FeatureData(pl.LightningDataModule):
             states = {timing: of_shard.get(f"features/{timing}") for timing in self.timings}
             texts = of_shard["rows"] if self.is_online else None
             shards.append(FeatureShard(of_shard["labels"], states, self.columns, self.data.mixes, starts, texts))
-        if not sum(sum(shard.row_lengths) for shard in shards):
-            raise ValueError(
-                f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
-            )
+        if not any(map(sum, (shard.row_lengths for shard in shards))):
+            remedy = f"raise data.num_{split} and make the data again"
+            raise ValueError(f"{split} features of {self.data.dir} have no tokens; {remedy}")
         return shards
 
     def _draft_starts(self) -> tuple[int, int] | None:
@@ -154,12 +149,9 @@ class FeatureData(pl.LightningDataModule):
             return None
         if not self.manifest.get("draft_length"):
             return 0, 1
-        layout = released_layout_of(self._draft)
-        if layout is None:
-            raise ValueError(
-                f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}; set "
-                f"pair.draft to it, or remove {POSITION} from heads.scalars"
-            )
+        if (layout := released_layout_of(self._draft)) is None:
+            problem = f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}"
+            raise ValueError(f"{problem}; set pair.draft to it, or remove {POSITION} from heads.scalars")
         return int(layout == "dspark"), self.manifest.get("draft_every") or 1
 
 
@@ -170,11 +162,9 @@ def is_first_process() -> bool:
 
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
     """The lengths of the first `count` responses, by shard; ValueError if there are fewer."""
-    total = sum(map(len, lengths))
-    if not 0 < count <= total:
-        raise ValueError(
-            f"heads.num_train is {count}, but there are {total} training responses; use 1 to {total}, or null for all"
-        )
+    if not 0 < count <= (total := sum(map(len, lengths))):
+        remedy = f"use 1 to {total}, or null for all"
+        raise ValueError(f"heads.num_train is {count}, but there are {total} training responses; {remedy}")
     starts = accumulate(map(len, lengths), initial=0)
     return [shard[: count - start] for shard, start in zip(lengths, starts, strict=False) if start < count]
 

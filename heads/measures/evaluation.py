@@ -18,7 +18,7 @@ from heads.measures.scores import auroc, fit_logistic, measures, reliability
 
 Result = dict[str, Any]
 NUM_POSITIONS = 8
-"""Number of draft positions with metrics of their own."""
+"""Draft positions with their own metrics."""
 SIGNALS = ("log_token_prob", "negative_entropy")
 _WAYS = ("raw", "calibrated")
 _KINDS = ("by_position", "survival")
@@ -28,12 +28,8 @@ _KINDS = ("by_position", "survival")
 class Evaluation:
     """Metrics of every head of a sweep over one split."""
 
-    def __init__(self, specs: Sequence[HeadSpec], *, shift: Tensor, temperature: Tensor) -> None:
-        """Args:
-        specs: the heads, in the order of every [heads] axis.
-        shift: the shift of each head's calibration, ln(w_rej / w_acc).
-        temperature: the temperature of each head's calibration.
-        """
+    def __init__(self, specs: Sequence[HeadSpec], shift: Tensor, temperature: Tensor) -> None:
+        """`shift`, ln(w_rej / w_acc), and `temperature` calibrate each of the heads `specs`."""
         self._names, self._shift, self._temperature = list(map(str, specs)), shift, temperature
         self._rows, self._sums = dict[str, list[int]](), dict[str, dict[str, Sums]]()
         for index, spec in enumerate(specs):

@@ -54,10 +54,8 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
             f"{result['labels'][timing]['constant_kl']:.3f}."
         )
         if not beats[timing]:
-            worse.append(
-                f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which needs no training. Do not decode "
-                f"with these heads; try {_REMEDY}."
-            )
+            warning = f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which needs no training."
+            worse.append(f"{warning} Do not decode with these heads; try {_REMEDY}.")
     if len(worse) == len(lines):
         worse = [f"No head beats the draft's own signals, which need no training; try {_REMEDY}."]
     return "\n".join([*lines, *worse])
@@ -101,17 +99,12 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
         columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
         parts += [title, _markdown(columns, rows.values())]
-    measured = {
-        f"{name} alone ({timing})": values
-        for timing, signals in result["signals"].items()
-        for name, values in signals.items()
-    }
-    measured |= {str(spec): result["heads"][str(spec)] for spec in specs}
-    every = [
-        [name, *(f"{values[column]:.4f}" if column in values else "" for column in METRICS)]
-        for name, values in measured.items()
+    alone = [
+        (f"{name} alone ({timing})", of) for timing, each in result["signals"].items() for name, of in each.items()
     ]
-    titles = ["", *(column.replace("_", " ") for column in METRICS)]
+    measured = [*alone, *((str(spec), result["heads"][str(spec)]) for spec in specs)]
+    every = [[name, *(f"{of[metric]:.4f}" if metric in of else "" for metric in METRICS)] for name, of in measured]
+    titles = ["", *(metric.replace("_", " ") for metric in METRICS)]
     parts += [f"### Every head, and each signal alone, on {split}", _markdown(titles, every)]
     return "\n\n".join(parts) + "\n"
 

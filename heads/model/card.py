@@ -46,8 +46,7 @@ def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     mixing = {"token mixing ratio": config.get("mixing_ratio")} if timing == "fed" else {}
     numbers = {name: value for name, value in config.get("metrics", {}).items() if isinstance(value, int | float)}
     facts = {"architecture": PAPERS, "embedding": False} | config
-    facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")}
-    facts |= {
+    facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")} | {
         "papers": PAPERS,
         "num_parameters": num_parameters,
         "inputs": [text for text in (*inputs, "the token's embedding" * extra.embedding) if text],

@@ -27,16 +27,10 @@ def check_fits(
     sampling: Mapping[str, Any] | None = None,
     remedy: str = _REMEDY,
 ) -> None:
-    """Raise ValueError if a head was trained with another draft, target or sampling; what is unknown passes.
+    """Raise ValueError if a head was trained with another draft, target or sampling; what is unknown, or None, passes.
 
-    Args:
-        head: the head, with its provenance.
-        name: its name in messages.
-        draft: description of the draft (`describe_model`, `description_of`), optionally with its `role`, which messages
-            name (such as pair.draft); None: not compared.
-        target: description of the target, likewise.
-        sampling: temperature, top_k, top_p; None: not compared.
-        remedy: end of the message.
+    Messages call the head `name` and end in `remedy`. Models are described by `describe_model` or `description_of`, and
+    messages name them by `role` (such as pair.draft) if that is added; `sampling` has temperature, top_k and top_p.
     """
     trained = head.provenance
     for role, old, new in (("the draft", trained.draft, draft), ("the target", trained.target, target)):

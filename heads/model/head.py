@@ -153,8 +153,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             scalars: those of `inputs`, in their order; only if the head reads any.
             embedding: the draft's input embedding of the token; only if the head reads it.
 
-        Raises:
-            ValueError: an input is missing, or given to a head that does not read it.
+        ValueError if an input is missing, or given to a head that does not read it.
         """
         inputs, dtype = self.inputs.concatenated(scalars, embedding), self.out.weight.dtype
         # one head is a stack of one, so that the formula is written once

@@ -157,11 +157,11 @@ def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     manifest, recorded = data.manifest, data.manifest.get("recorded", {})
-    facts = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
+    models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
     training = {"prompts": manifest["prompts"], "responses": data.num_responses("train")}
     training |= {"learning_rate": config.heads.learning_rate, "sequences_per_batch": config.heads.batch_size}
     training |= {key: value for key, value in settings.items() if value not in (None, -1)}
     # data of feature drafts is not mixed
-    facts["mixing_ratio"] = None if manifest.get("draft_length") else manifest["mixing_ratio"]
-    return facts | {"sampling": manifest["sampling"], "training": training}
+    mixing_ratio = None if manifest.get("draft_length") else manifest["mixing_ratio"]
+    return {"mixing_ratio": mixing_ratio, **models, "sampling": manifest["sampling"], "training": training}

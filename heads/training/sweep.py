@@ -125,12 +125,11 @@ class Sweep(pl.LightningModule):
         histogram = self._validation.compute()
         if self.trainer.sanity_checking:
             return
-        shift = self._shift
-        temperature = fit_temperature(histogram, shift)
-        kl = measures(histogram, 1 / temperature, shift / temperature).kl
+        temperature = fit_temperature(histogram, self._shift)
+        kl = measures(histogram, 1 / temperature, self._shift / temperature).kl
         self._keep_best(kl, temperature)
-        entry = {"raw_kl": measures(histogram).kl.tolist(), "calibrated_kl": kl.tolist()}
-        entry["auroc"] = auroc(histogram).tolist()
+        columns = {"raw_kl": measures(histogram).kl, "calibrated_kl": kl, "auroc": auroc(histogram)}
+        entry = {name: column.tolist() for name, column in columns.items()}
         self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
         for name, values in entry.items():
             self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
@@ -139,8 +138,7 @@ class Sweep(pl.LightningModule):
     def on_test_epoch_start(self) -> None:
         self.use_selected()
         tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
-        calibration = {"shift": self._shift, "temperature": self.temperature}
-        self._evaluations = {name: Evaluation(self.specs, **calibration) for name in tested}
+        self._evaluations = {name: Evaluation(self.specs, self._shift, self.temperature) for name in tested}
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits: dict[str, list[Tensor]] = {}
@@ -205,7 +203,7 @@ class Sweep(pl.LightningModule):
         features = of_timing(batch, stack.shape.timing)
 
         def embedded() -> Tensor:
-            assert self.embedding is not None, "a head that reads the token's embedding needs the draft's embeddings"
+            assert self.embedding is not None, "`build` passes the draft's embeddings if a head reads them"
             return self.embedding[features.token]
 
         return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)

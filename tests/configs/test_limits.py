@@ -1,14 +1,15 @@
 """Settings beyond their limits, and URLs in place of paths: each is refused in one line before anything is made; and
-5,000 random settings: each is taken, or refused in one line that names its key, before any model is loaded.
+wrong values of every setting: each is taken, or refused in one line that names its key, before any model is loaded.
 """
 
 import json
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,6 @@ def test_every_flag_and_function_that_takes_a_path_refuses_a_url_and_makes_nothi
     assert list(tmp_path.iterdir()) == []
 
 
-NUM_CASES = 5000
 TINY = ROOT / "checkpoints/tiny"
 NUMBERS = [0, 1, -1, 2, 3.5, -0.0, 10**20, -(2**70), 1e308, math.nan, math.inf, True, False, None]
 TEXTS = ["", " ", "x", "none", "null", "auto", "\0", "../x", "a" * 300, "s3://bucket/run", "1e9", "2x80"]
@@ -216,43 +216,17 @@ def refuse_early(config: Config) -> None:
         Experiment(config)
 
 
-def other_value(random_of: random.Random, default: Any) -> Any:
-    """A value for a setting: a wrong one, or one near its default."""
-    if isinstance(default, bool) or default is None or random_of.random() < 0.7:
-        return random_of.choice(WRONG)
-    if isinstance(default, int | float):
-        return random_of.choice([default * 2, default + 1, -default, default / 3])
-    return [default, default] if random_of.random() < 0.5 else random_of.choice([str(default), [default]])
-
-
-def experiment_with(pair: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    whole = {"pair": json.loads(json.dumps(pair))}
-    *sections, last = name.split(".")
-    section = whole
-    for key in sections:
-        section = section.setdefault(key, {})
-    section[last] = value
-    return whole
-
-
 @pytest.mark.slow
 def test_every_setting_is_taken_or_refused_by_its_name_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    parser, random_of = parser_for(nothing, trainer=Trainer), random.Random(0)
-    defaults = parser.get_defaults().as_dict()
-    pair = {model: {"path": str(TINY / model)} for model in ("target", "draft")}
-    names = [name for name in leaves(defaults) if name not in ("pair", "trainer")]
-    outcomes: Counter[str] = Counter()
-    failures = {}
-    for _ in range(NUM_CASES):
-        name = random_of.choice(names)
-        default: Any = defaults
-        for key in name.split("."):
-            default = default[key]
-        value = other_value(random_of, None if isinstance(default, dict) else default)
+    parser, failures, outcomes = parser_for(nothing, trainer=Trainer), dict[str, str](), Counter[str]()
+    names = [name for name in leaves(parser.get_defaults().as_dict()) if name not in ("pair", "trainer")]
+    for name, value in product(names, WRONG):
+        experiment: dict[str, Any] = {"pair": {model: {"path": str(TINY / model)} for model in ("target", "draft")}}
+        *sections, last = name.split(".")
+        reduce(lambda section, key: section.setdefault(key, {}), sections, experiment)[last] = value
         try:
-            config = config_of(parser, parser.parse_string(json.dumps(experiment_with(pair, name, value))))
-            refuse_early(config)
+            refuse_early(config_of(parser, parser.parse_string(json.dumps(experiment))))
             outcomes["taken"] += 1
         except (ValueError, OSError, ArgumentError) as error:
             line = one_line(error) if isinstance(error, ArgumentError) else " ".join(str(error).split())
@@ -264,4 +238,4 @@ def test_every_setting_is_taken_or_refused_by_its_name_in_one_line(tmp_path, mon
         except Exception as error:
             failures[name] = f"{value!r:.60}: {type(error).__name__}: {error!s:.200}"
     assert not failures, "\n".join(f"{name} = {problem}" for name, problem in sorted(failures.items()))
-    assert min(outcomes.values()) > NUM_CASES / 10, outcomes
+    assert min(outcomes.values()) > outcomes.total() / 20, outcomes

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
 from heads.batches.features import DraftFeatures, Row
-from heads.batches.loader import BatchLoader, Item, Share, batches, in_order, read_ahead, shuffled
+from heads.batches.loader import BatchLoader, Item, batches, in_order, read_ahead, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states
@@ -51,8 +51,8 @@ def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_
 @pytest.mark.parametrize("items", [list(shuffled(LENGTHS, seed=5, epoch=0)), in_order(LENGTHS)], ids=["train", "dev"])
 def test_processes_cut_the_very_batches_of_one_in_equal_parts(items: list[Item], world_size: int):
     """The last batch has 47 responses, of which some of 60 processes have none; all take part in the sums."""
-    shares = [list(batches(items, 120, Share(rank, world_size))) for rank in range(world_size)]
-    for parts, batch in zip(zip(*shares, strict=True), batches(items, 120, Share()), strict=True):
+    shares = [list(batches(items, 120, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    for parts, batch in zip(zip(*shares, strict=True), batches(items, 120), strict=True):
         assert [item for part in parts for item in part] == batch
     assert {len(part) for share in shares for part in share[:-1]} == {120 // world_size}
 
@@ -85,7 +85,7 @@ def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no
         deque(map(results.append, batches_read), maxlen=0)
     assert results == list(range(10))
     loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
-    order = batches(shuffled(loader.lengths, seed=1, epoch=0), 8, Share())
+    order = batches(shuffled(loader.lengths, seed=1, epoch=0), 8)
     one_by_one, fast = list(map(loader.read, order)), loader.read
     loader.read = lambda items: time.sleep(0.02 * random.random()) or fast(items)
     for batch, alone in zip(loader, one_by_one, strict=True):
@@ -128,6 +128,8 @@ def empty_train(path: Path) -> None:
 
 
 DAMAGES = {
+    "flipped label": ("labels", flip_last_byte, "train-00001.safetensors is corrupted: its sha256"),
+    "flipped state": ("fed", flip_last_byte, "train-00001.safetensors is corrupted: its sha256"),
     "truncated": ("fed", lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
     "no sidecar": ("fed", lambda path: sidecar_path(path).unlink(), "train-00001"),
     "nan": (
@@ -198,28 +200,16 @@ def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(da
         feature_data(config)
 
 
-@pytest.mark.parametrize(
-    ("folder", "split"), [("features/fed", "train"), ("features/drawn", "dev"), ("labels", "test")]
-)
-def test_a_flipped_byte_is_found_before_the_first_step(tmp_path: Path, monkeypatch, folder: str, split: str):
-    data_dir = write_data(tmp_path / "data")
-    path = data_dir / folder / f"{split}-{int(split == 'train'):05d}.safetensors"
-    flip_last_byte(path)
-    monkeypatch.setattr(Sweep, "training_step", lambda *_: pytest.fail("a step was taken"))
-    config = make_config(data_dir, tmp_path / "run", timings=("fed", "drawn"))
-    with pytest.raises(ValueError, match=rf"{path.name} is corrupted: its sha256"):
-        train(config)
-    monkeypatch.setattr(rank_zero_only, "rank", 1)  # the first of several processes takes the sums
-    feature_data(config)
-
-
-def test_sums_are_taken_once_and_of_no_shard_that_is_not_read(tmp_path: Path, monkeypatch):
+def test_sums_are_taken_once_by_the_first_process_and_of_no_shard_that_is_not_read(tmp_path: Path, monkeypatch):
     data_dir, read, digest = write_data(tmp_path / "data"), [], shards.hashlib.file_digest
     watched = lambda file, name: read.append(Path(file.name)) or digest(file, name)  # noqa: E731
     monkeypatch.setattr(shards.hashlib, "file_digest", watched)
     train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
     names = [f"{split}-00000.safetensors" for split in ("train", "dev", "test")]
     assert sorted(read) == sorted(data_dir / folder / name for folder in ("labels", "features/fed") for name in names)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # the first of several processes takes the sums
+    flip_last_byte(read[0])
+    feature_data(make_config(data_dir, tmp_path / "run"))
 
 
 def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):

