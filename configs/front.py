@@ -44,7 +44,7 @@ _CLOSING = "  COMMAND --help lists the main options, COMMAND --help.all every op
 COMMANDS: dict[str, Entry] = {
     "init": Entry("evaluation.costs.init:init"),
     "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
-    "plan": Entry("evaluation.costs.plan:plan", ("pair.gpus", *_DATA)),
+    "plan": Entry("evaluation.costs.init:plan", ("pair.gpus", *_DATA)),
     "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
     "stats": Entry("data_gen.stats:stats", ("data.dir",)),
     "train": Entry("heads.training.command:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
@@ -58,7 +58,7 @@ COMMANDS: dict[str, Entry] = {
     "tune": Entry("evaluation.report.tune:tune", (*_DECODE, *_TIMES)),
     "flags": Entry("evaluation.flags.command:flags", (*_DECODE, "decode.t_draft_s", "decode.t_target_s")),
     "replay": Entry("evaluation.report.replay:replay_policy", ("decode.dir", *_TIMES)),
-    "costs": Entry("evaluation.costs.command:costs", ("decode.max_draft_length", "decode.compile")),
+    "costs": Entry("evaluation.costs.machine:costs", ("decode.max_draft_length", "decode.compile")),
     "bench": Entry("evaluation.bench.command:bench", _DECODE),
     "hierarchy": Entry("evaluation.hierarchies.command:hierarchy", _DECODE),
     "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),

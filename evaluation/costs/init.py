@@ -1,6 +1,10 @@
-"""`acceptance-heads init`: writes an experiment's YAML from two models and a file of prompts."""
+"""`acceptance-heads init`, which writes an experiment's YAML from two models and a file of prompts, and
+`acceptance-heads plan`, which estimates size and time of the data (`data_gen.pipeline.plan`), of training, and of
+`evaluate`.
+"""
 
 import json
+import timeit
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -8,14 +12,20 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import torch
+
 from configs import schema
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
-from data_gen.pipeline.plan import shard_size
+from data_gen.pipeline.plan import duration, shard_size
+from data_gen.pipeline.plan import plan as plan_data
 from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.sets import load, set_of
-from evaluation.costs.plan import plan
-from lm import load_pair_tokenizer
+from evaluation.costs.machine import ABOUT_TIMING, SKIP, TIMING_S
+from heads.grid import specs
+from heads.training.command import epochs_of
+from lm import load_config, load_pair_tokenizer
+from lm.features.released import width_of
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
@@ -23,6 +33,10 @@ _PLAN_LINES = ("rows", "response", "disk", "time", "train", "evaluate", "togethe
 """First words of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
 """Number of sample prompts to time, at most half a minute."""
+_FLOPS_PER_WEIGHT, _OVER_PRODUCTS = 6, 4.0
+"""Operations per weight and token in a training step, and the time of a step relative to its matrix products
+(`checkpoints/tiny`: 4; wider heads less).
+"""
 
 
 def init(
@@ -118,10 +132,9 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
     top_p = "" if pair.sampling.top_p is None else f", top_p: {pair.sampling.top_p:g}"
     num_train = "null" if data.num_train is None else data.num_train
     note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
-    changed = {name: getattr(data, name) for name in ("max_prompt_tokens", "rows_per_shard")}
-    others = "".join(
-        f", {name}: {value}" for name, value in changed.items() if value != getattr(schema.DataConfig, name)
-    )
+    names = ("max_prompt_tokens", "rows_per_shard")
+    changed = [name for name in names if getattr(data, name) != getattr(schema.DataConfig, name)]
+    others = "".join(f", {name}: {getattr(data, name)}" for name in changed)
     lines = [
         f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
         f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {path}`):",
@@ -138,3 +151,50 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
         f"  max_new_tokens: {decode.max_new_tokens}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
+    """Estimate rows, tokens, forward passes, disk space and time of a run before running it.
+
+    Args:
+        config: the experiment.
+        sample: number of prompts to make and time, at most half a minute; 0 loads no model.
+    """
+    num_weights = head_weights(config)
+    totals = plan_data(config, sample=sample, head_weights=num_weights)
+    print(f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")
+    known_s = [totals["time_s"]] if totals.get("time_s") else []
+    if known_s:
+        known_s.append(training_s(config, totals, num_weights))
+        print(f"train: about {duration(known_s[-1])} on this machine's CPU, or less")
+    line, timing_s = timing_line(config)
+    print(line)
+    if known_s:
+        print(f"together about {duration(sum(known_s) + timing_s)}, plus the traces of evaluate and tune")
+    print("next: acceptance-heads all --config … (every step; finished work is kept), or data (the first step)")
+    return totals
+
+
+def head_weights(config: schema.Config) -> int:
+    """Weights of all heads of the grid."""
+    width = width_of(config.pair.draft) or load_config(config.pair.draft).get_text_config().hidden_size
+    with torch.device("meta"):
+        return sum(spec.shape.head(width).num_parameters for spec in specs(config.heads))
+
+
+def training_s(config: schema.Config, totals: dict[str, Any], num_weights: int) -> float:
+    """Estimated seconds of training, from the speed of matrix products on this machine."""
+    data, heads, width = config.data, config.heads, 256
+    num_train = totals["rows"] if data.num_train is None else min(totals["rows"], data.num_train)
+    num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, heads.batch_size)
+    tokens = totals["response_tokens"] / max(1, totals["rows"]) * num_train
+    matrix = torch.ones(width, width)
+    product_s = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))
+    return _OVER_PRODUCTS * _FLOPS_PER_WEIGHT * num_weights * tokens * num_epochs * product_s / (2 * width**3)
+
+
+def timing_line(config: schema.Config) -> tuple[str, float]:
+    """One line about the timing of `evaluate`, and its seconds on a small pair."""
+    if config.decode.t_draft_s is not None:
+        return "evaluate: no timing, as decode.t_draft_s and decode.t_target_s are set", 0.0
+    return f"evaluate: measures this machine once, {ABOUT_TIMING}; skip it with {SKIP}", TIMING_S

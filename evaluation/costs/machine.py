@@ -1,22 +1,26 @@
-"""The times of this machine, measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the
-first.
+"""`acceptance-heads costs`: the times of this machine in the real loop, and what each kind of stop adds (law 4.9).
 
-The file holds one entry per loop: everything that `key_of` names. What an entry lacks (stops of heads that were trained
+t_draft and t_target(k) are first quartiles over rounds of real generations, with everything that a draft step and a
+verification do. They are measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the first:
+one entry per loop, which is everything that `key_of` names. What an entry lacks (stops of heads that were trained
 since) is measured and added.
 """
 
 import sys
 from collections.abc import Mapping
+from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
+from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
 from evaluation.costs.measure import Loop, costs_of, time_generations
-from evaluation.costs.stops import policies_by_kind, sizes, time_stops
+from evaluation.costs.stops import policies_by_kind, shares_of, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
-from evaluation.times import RECORDED, StopShares, TimeErrors, Times, check_ratio
+from evaluation.table import Table, printing, say
+from evaluation.times import RECORDED, TimeErrors, Times, check_ratio
 from store.json_files import KeyedStore
 
 _NUM_PROMPTS = 4
@@ -25,7 +29,50 @@ TIMING_S = measure.BUDGET_S + stops.BUDGET_S
 """Seconds that the timing of a machine takes unless its models are large."""
 ABOUT_TIMING = f"about {round(TIMING_S)} s on a small pair"
 _TOKENS = 96
+_SHOWN = (0, 1, 2, 5, 10, 20)
+"""k of t_target(k) in the table."""
+_WORTHWHILE = 3
+"""Draft forwards that a target forward must cost for stops to be worth much."""
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
+
+
+def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
+    """Measure forward times on this machine, and what each kind of stop adds.
+
+    Args:
+        config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.
+        again: measure once more, and replace the times in DIR/costs.jsonl that evaluations use.
+        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
+    """
+    experiment = Experiment(config)
+    times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
+    step_s, target_s = times["t_draft_s"], times["t_target_s"]
+    seconds = {"t_draft": step_s} | {f"t_target({k})": target_s[k] for k in _SHOWN if k < len(target_s)}
+    rows = [
+        {"stop": kind, "us": f"{1e6 * stop_s:.1f}", "± us": f"{1e6 * error_s:.1f}"}
+        | {"% of a draft step": f"{100 * stop_s / step_s:.1f}"}
+        for kind, (stop_s, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
+    ]
+    with printing(aside=json):
+        forwards = {name: f"{1e3 * value:.3f}" for name, value in seconds.items()}
+        Table("milliseconds per forward in the loop", [forwards], names=0).print()
+        Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows).print()
+        print(f"kept in {kept_costs(experiment.directory).path}, where evaluate and tune find them")
+        say(verdict_of(times))
+        print("next: acceptance-heads evaluate --config …")
+    if json:
+        print(to_json(times))
+
+
+def verdict_of(times: Mapping[str, Any]) -> str:
+    """What these times mean for speculation, in a sentence or two."""
+    ratio = times["t_target_s"][0] / times["t_draft_s"]
+    sentence = f"On this machine a target forward costs {ratio:.1f} draft forwards"
+    if times["stops"]:
+        kind, (seconds, _) = max(times["stops"].items(), key=lambda entry: entry[1][0])
+        sentence += f", and the most expensive stop, {kind}, adds {seconds / times['t_draft_s']:.0%} to a draft step"
+    cheap = f" Below about {_WORTHWHILE} a saved verification is cheap: expect little of any policy."
+    return f"{sentence}.{cheap if ratio < _WORTHWHILE else ''}"
 
 
 def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Policy | None = None) -> Times:
@@ -66,42 +113,16 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
     return times if ratio is None else times.with_ratio(ratio)
 
 
-def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
-    """The last entry of the trace's sampling and longest draft, wherever its models lay."""
-    shared = {"sampling": experiment.sampling.as_dict(), "max_draft_length": experiment.decode.max_draft_length}
-    return next((value for key, value in store.entries()[::-1] if shared.items() <= key.items()), None)
-
-
 def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
-    """The times of an entry; a stop that was not timed has its share by size, and at other ratios all stops have shares
-    of a step.
-    """
+    """The times of an entry; a stop that was not timed has its share by size."""
     step_s, origin = entry["t_draft_s"], "stops measured"
     stop_s = {kind: seconds for kind, (seconds, _) in entry["stops"].items()}
     shares = shares_of(experiment, policies, {kind: seconds / step_s for kind, seconds in stop_s.items()})
     if untimed := {kind: shares.of.get(kind, 0.0) * step_s for kind in policies if kind not in stop_s}:
         stop_s, origin = stop_s | untimed, f"this stop not timed: {shares.origin}"
-    of_stops = {kind: error_s / seconds for kind, (seconds, error_s) in entry["stops"].items() if seconds}
-    errors = TimeErrors(**entry["errors"], stopping=of_stops)
+    stopping = {kind: error_s / seconds for kind, (seconds, error_s) in entry["stops"].items() if seconds}
+    errors = TimeErrors(**entry["errors"], stopping=stopping)
     return Times(step_s, tuple(entry["t_target_s"]), entry["origin"], stop_s, origin, shares, errors)
-
-
-def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: Mapping[str, float]) -> StopShares:
-    """t_stop / t_draft of each kind at times that are not measured, as decode.stop_share says."""
-    share = experiment.decode.stop_share
-    if share == "measured" and measured:
-        return StopShares("stops' shares as measured here", measured)
-    if "draft" in experiment.presumed:
-        return StopShares("stops free: the draft is not here, to tell a head's share of its size", {})
-    by_size = sizes(policies, experiment.num_draft_weights)
-    if isinstance(share, str):
-        return StopShares("stops' shares by size", by_size)
-    weights = measured or by_size
-    largest = max(weights.values(), default=0.0) or 1.0
-    return StopShares(
-        f"most expensive stop {share:.1%} of a draft step",
-        {kind: share * weight / largest for kind, weight in weights.items()},
-    )
 
 
 def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
@@ -133,8 +154,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
 def entry_of(times: Times) -> dict[str, Any]:
     """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
     errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
-    seconds = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s)}
-    return {**seconds, "origin": times.origin, "errors": errors, "stops": {}}
+    entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin}
+    return entry | {"errors": errors, "stops": {}}
 
 
 def loop_of(experiment: Experiment) -> Loop:
@@ -145,21 +166,25 @@ def loop_of(experiment: Experiment) -> Loop:
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that the times of a loop depend on."""
-    return loop_key(experiment) | {
-        "compile": experiment.decode.compile,
-        "prompts": prompts_key(experiment, experiment.prompts(**_timed_prompts(experiment))),
-        "max_new_tokens": min(experiment.decode.max_new_tokens, _TOKENS),
-    }
+    decode, prompts = experiment.decode, experiment.prompts(**_timed_prompts(experiment))
+    timed = {"compile": decode.compile, "prompts": prompts_key(experiment, prompts)}
+    return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}
 
 
 def loop_key(experiment: Experiment) -> dict[str, Any]:
     """The models, the sampling, the longest draft and the machine of a loop, whatever it is timed on."""
-    return {
-        **models_key(experiment, "target", "draft"),
-        "sampling": experiment.sampling.as_dict(),
-        "max_draft_length": experiment.decode.max_draft_length,
-        **machine_key(experiment),
-    }
+    models = models_key(experiment, "target", "draft")
+    return models | _drafting(experiment) | machine_key(experiment)
+
+
+def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
+    """The last entry of the trace's sampling and longest draft, wherever its models lay."""
+    drafting = _drafting(experiment)
+    return next((value for key, value in store.entries()[::-1] if drafting.items() <= key.items()), None)
+
+
+def _drafting(experiment: Experiment) -> dict[str, Any]:
+    return {"sampling": experiment.sampling.as_dict(), "max_draft_length": experiment.decode.max_draft_length}
 
 
 def _timed_prompts(experiment: Experiment) -> dict[str, Any]:
@@ -169,6 +194,5 @@ def _timed_prompts(experiment: Experiment) -> dict[str, Any]:
 
 def kept_costs(directory: Path) -> KeyedStore:
     """The times of every loop that was timed for this directory."""
-    return KeyedStore(
-        directory / "costs.jsonl", remedy="delete the line, and the times are measured again", fields=_MEASURED
-    )
+    remedy = "delete the line, and the times are measured again"
+    return KeyedStore(directory / "costs.jsonl", remedy=remedy, fields=_MEASURED)

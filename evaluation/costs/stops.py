@@ -23,12 +23,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from decode.experiment import Experiment
 from decode.loop.drafter import ModelDrafter
 from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, policy_of
 from evaluation.costs.measure import Loop, typical
+from evaluation.times import StopShares
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler
@@ -160,3 +162,19 @@ def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, f
         kind: sum(weight.numel() for head in policy.heads for weight in head.parameters()) / num_draft_weights
         for kind, policy in policies.items()
     }
+
+
+def shares_of(experiment: Experiment, policies: Mapping[str, Policy], measured: Mapping[str, float]) -> StopShares:
+    """t_stop / t_draft of each kind at times that are not measured, as decode.stop_share says."""
+    share = experiment.decode.stop_share
+    if share == "measured" and measured:
+        return StopShares("stops' shares as measured here", measured)
+    if "draft" in experiment.presumed:
+        return StopShares("stops free: the draft is not here, to tell a head's share of its size", {})
+    by_size = sizes(policies, experiment.num_draft_weights)
+    if isinstance(share, str):
+        return StopShares("stops' shares by size", by_size)
+    weights = measured or by_size
+    largest = max(weights.values(), default=0.0) or 1.0
+    scaled = {kind: share * weight / largest for kind, weight in weights.items()}
+    return StopShares(f"most expensive stop {share:.1%} of a draft step", scaled)

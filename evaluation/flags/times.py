@@ -27,8 +27,8 @@ from configs.paths import local_path
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.bench.arms import Timed, assisted, constant, warm_up
-from evaluation.costs.machine import costs_for, entry_of, kept_costs, key_of, loop_of, shares_of
-from evaluation.costs.stops import policies_by_kind
+from evaluation.costs.machine import costs_for, entry_of, kept_costs, key_of, loop_of
+from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.flag_types import Milliseconds
 from evaluation.hierarchies.times import least_absolute
 from evaluation.times import TimeErrors, Times

@@ -17,8 +17,7 @@ from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import best_setting
-from evaluation.costs.machine import shares_of
-from evaluation.costs.stops import policies_by_kind
+from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.hierarchies import tables
 from evaluation.hierarchies.configurations import hierarchies_of
 from evaluation.hierarchies.decoded import Decoded, StoredLoop

@@ -20,7 +20,7 @@ from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
 from data_gen.store.rows import read_rows
-from evaluation.costs.plan import head_weights
+from evaluation.costs.init import head_weights
 from heads.grid import grid
 from heads.training.stack import HeadStack
 from lm import load_model

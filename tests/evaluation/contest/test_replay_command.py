@@ -14,8 +14,8 @@ from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.batches.curves import keep_curves
-from evaluation.costs.command import verdict_of as costs_verdict
 from evaluation.costs.machine import kept_costs, key_of
+from evaluation.costs.machine import verdict_of as costs_verdict
 from evaluation.report.replay import at_costs, histogram
 from evaluation.times import Times
 from evaluation.traces.recording import record, trace_folder

@@ -14,9 +14,9 @@ from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
+from evaluation.costs.init import timing_line
 from evaluation.costs.machine import SKIP, costs_for
 from evaluation.costs.measure import Loop, costs_of, time_generations
-from evaluation.costs.plan import timing_line
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
 from evaluation.papers.specdec import regressed
 from evaluation.times import StopShares, Times

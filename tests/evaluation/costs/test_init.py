@@ -10,8 +10,7 @@ from configs.schema import Config
 from data_gen.pipeline.stages import settled
 from data_gen.pipeline.worker import check_lengths
 from decode.experiment import Experiment
-from evaluation.costs.init import init
-from evaluation.costs.plan import plan
+from evaluation.costs.init import init, plan
 from tests.evaluation.commands import ROOT, config_with
 
 PAIR = {name: str(ROOT / "checkpoints" / "tiny" / name) for name in ("target", "draft")}
