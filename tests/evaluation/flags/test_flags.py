@@ -13,7 +13,8 @@ from decode.loop.rounds import Counts
 from decode.policies import FixedLength
 from decode.policies.batch import BatchCosts, Curve
 from decode.policies.registry import policy_of
-from evaluation.flags.command import DEFAULT, FIXED, FLAGS, NONE, Answer, batch_line
+from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer
+from evaluation.flags.command import batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
 from evaluation.flags.times import curve_of, fitted, given_times
