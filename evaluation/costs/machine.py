@@ -76,17 +76,14 @@ def verdict_of(times: Mapping[str, Any]) -> str:
 
 
 def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Policy | None = None) -> Times:
-    """Times that the YAML gives, or else those of this machine; with what the stops of all its policies cost.
+    """Times that the YAML gives (ValueError for one of the two alone), or else those of this machine; with what the
+    stops of all its policies cost.
 
     Args:
         experiment: the models, policies and settings.
-        ratio: t_target / t_draft of other hardware, instead of that of these times.
+        ratio: t_target / t_draft of other hardware, instead of that of these times; ValueError unless positive.
         policy: the stop of this one alone counts, and nothing is measured: where no times are known, a second is a
-            target forward, at this ratio or the first of decode.ratios.
-
-    Raises:
-        ValueError: one of the two times without the other; a ratio that is not positive; nothing known where nothing is
-            measured.
+            target forward, at this ratio or the first of decode.ratios; ValueError where neither is given.
     """
     decode, store = experiment.decode, kept_costs(experiment.directory)
     draft_s, target_s = decode.t_draft_s, decode.t_target_s
@@ -126,12 +123,8 @@ def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapp
 
 
 def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
-    """This loop's entry in DIR/costs.jsonl, with the stops of all these policies; what is missing is measured and kept.
-
-    Args:
-        experiment: the models and settings of the loop.
-        policies: one policy for each kind of stop, by its kind.
-        again: measure everything again.
+    """This loop's entry in DIR/costs.jsonl, with the stops of all these policies, by kind; what is missing, or `again`
+    everything, is measured and kept.
     """
     store, key = kept_costs(experiment.directory), key_of(experiment)
     entry = None if again else store.get(key)

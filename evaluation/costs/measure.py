@@ -91,15 +91,10 @@ def time_generations(loop: Loop) -> list[Generation]:
 
 
 def costs_of(generations: Sequence[Generation], max_draft_length: int) -> Times:
-    """Times from rounds; the first of each generation, which reads the prompt, is left out. Errors: bootstrap of the
-    generations of each draft length, since the machine's speed changes from one generation to the next.
-
-    Args:
-        generations: real ones with drafts of several lengths, 0 among them.
-        max_draft_length: the last k of t_target(k).
-
-    Raises:
-        ValueError: generations of one round only.
+    """Times from rounds of real generations with drafts of several lengths, 0 among them; the first round of each,
+    which reads the prompt, is left out, and ValueError if there is no other. `max_draft_length` is the last k of
+    t_target(k). Errors: bootstrap of the generations of each length, since the machine's speed changes from one to the
+    next.
     """
     of_length: dict[int, list[Array]] = {}
     for generation in generations:

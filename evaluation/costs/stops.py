@@ -79,15 +79,7 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
 
 
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
-    """Time the stop of each of these policies.
-
-    Args:
-        loop: what is timed, after its first prompt.
-        policies: one policy for each kind of stop, by its kind.
-
-    Raises:
-        ValueError: a loop that drafts nothing.
-    """
+    """Time the stop of each of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
     if not policies:
         return {}
     length, prompt, target = drafted_length(loop), loop.prompts[0], loop.models.target
@@ -125,11 +117,7 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
 
 
 def drafted_length(loop: Loop) -> int:
-    """Tokens of each draft that is timed.
-
-    Raises:
-        ValueError: the loop drafts none.
-    """
+    """Tokens of each draft that is timed; ValueError if the loop drafts none."""
     drafting = loop.pair.drafting
     of_block = drafting.block_size if isinstance(drafting, DSpark) else STEPS
     length = min(STEPS, of_block, loop.max_draft_length, loop.max_new_tokens - 1)

@@ -68,12 +68,9 @@ class Answer:
         return replace(arm, dev=dev, test=test)
 
     def add_ours(self, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> None:
-        """Add the best of our policies without training, and of our heads, on drafts that our loop draws and, if the
-        engine takes the likeliest tokens, on those too.
-
-        Args:
-            heads: by name; one that was trained on other drafts is calibrated to these.
-            drawn: the trace of drafts that are drawn as the target's tokens are.
+        """Add the best of our policies without training, and of our heads, on drafts that our loop draws (the trace
+        `drawn`) and, if the engine takes the likeliest tokens, on those too. A head that was trained on other drafts is
+        calibrated to these.
         """
         best: dict[str, Result] = {}
         is_drawn = self._default.dev.draft_sampling is None

@@ -132,12 +132,8 @@ def _complete(experiment: Experiment, folder: TraceFolder) -> Splits[Trace]:
 
 
 def print_batches(engine: Engine, speeds: Mapping[int, Sequence[Sequence[float]]], title: str) -> dict[str, Any]:
-    """Print the number of drafted tokens that is fastest on dev at each size of batch; the same for JSON.
-
-    Args:
-        engine: whose setting it is.
-        speeds: size -> tokens per second on dev and on test by number of drafted tokens; may be empty.
-        title: what the speeds are.
+    """Print the number of drafted tokens that is fastest on dev at each size of batch; the same for JSON. `speeds`:
+    size -> tokens per second on dev and on test by number of drafted tokens; `title` says what they are.
     """
     rows: list[dict[str, Any]] = []
     for size, (dev, test) in sorted(speeds.items()):

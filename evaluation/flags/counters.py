@@ -38,11 +38,7 @@ _REMEDY = (
 
 def read_counters(source: str) -> list[Array]:
     """S_1 … S_K of each counter that --from names, K ascending: files with commas between them, or numbers, with a
-    slash between two lists.
-
-    Raises:
-        ValueError: no counters, or shares that rise or are outside [0, 1].
-        FileNotFoundError: no such file.
+    slash between two lists. ValueError for no counters, and for shares that rise or are outside [0, 1].
     """
     if re.fullmatch(r"[\d.,/ ]+", source):
         lists = [[float(number) for number in part.split(",")] for part in source.split("/")]
@@ -123,13 +119,8 @@ def _survival_at(rates: Float[Array, " run"], k: int) -> Float[Array, " draft"]:
 
 def speeds(counters: Sequence[Array], curves: BatchCosts, size: int, *, is_block: bool = False) -> Float[Array, "3 k"]:
     """Tokens per second by number of drafted tokens, from 0 to 16 or twice those counted: the estimate, and its bracket
-    of both assumptions at each counter.
-
-    Args:
-        counters: S_1 … S_K, of one or more K; between two K the estimate goes from one to the other.
-        curves: seconds of forwards.
-        size: sequences in the batch.
-        is_block: a draft is one forward, however many tokens it has.
+    of both assumptions at each counter S_1 … S_K; between two K the estimate goes from one to the other. `size`:
+    sequences in the batch; `is_block`: a draft is one forward, however many tokens it has.
     """
     numbers = [len(survival) for survival in counters]
     k = np.arange(max(_LONGEST, 2 * numbers[-1]) + 1)

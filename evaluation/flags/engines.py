@@ -103,7 +103,7 @@ class Engine:
             )
 
     def competitor(self, family: str, longest: int, values: Values | None = None) -> Competitor:
-        """The engine's stopping rule at these settings; None: at all settings that `flags` compares."""
+        """The engine's stopping rule at these settings, or at all that `flags` compares."""
         return make_competitor(family, self.rule, values or self.values(longest), kind=self.kind)
 
     def played(self, played: Played, settings: Sequence[Setting]) -> Played:

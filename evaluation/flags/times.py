@@ -47,11 +47,8 @@ Given = tuple[BatchCosts, str]
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
-    """The times that a command line gives; None where it gives none.
-
-    Raises:
-        ValueError: one of the two numbers without the other, or beside a log; what is no time; a log without times.
-        FileNotFoundError: no such log.
+    """The times that a command line gives; None where it gives none. ValueError for one of the two numbers without the
+    other or beside a log, for what is no time, and for a log without times; FileNotFoundError for no such log.
     """
     if log is not None and (t_draft_ms is not None or t_target_ms is not None):
         raise ValueError("--log and --t_draft_ms or --t_target_ms both say what forwards take; give one of them")
@@ -96,11 +93,7 @@ def read_logs(paths: Sequence[Path]) -> Given:
     time`: t_draft = Y / M, and since each round's draft also reads what was verified, t_target of 1 + M / g tokens is
     (E - Y) / g - t_draft. Without a draft E over the tokens but the first of each answer, which reading its prompt
     gives, is t_target of one token. It cannot be read from the other logs: verifying 4 tokens took a CPU four times as
-    long as one.
-
-    Raises:
-        ValueError: a log without times; none with a draft, or none without; two of the same number of tokens.
-        FileNotFoundError: no such file.
+    long as one. ValueError for a log without times, none with a draft or none without, two of one number of tokens.
     """
     forwards_s: list[tuple[float, float]] = []
     steps_ms: list[float] = []
@@ -123,8 +116,8 @@ def read_logs(paths: Sequence[Path]) -> Given:
         forwards_s.append((num_tokens, target_ms / 1e3))
     names = ", ".join(path.name for path in paths)
     if not 0 < len(steps_ms) < len(paths):
-        lacking = "without a draft" if steps_ms else "with a draft"
-        raise ValueError(f"--log is {names}: the log of a server {lacking} is missing; {_REMEDY}")
+        lacking = "without" if steps_ms else "with"
+        raise ValueError(f"--log is {names}: the log of a server {lacking} a draft is missing; {_REMEDY}")
     draft = Curve.line(sum(steps_ms) / len(steps_ms) / 1e3)
     return BatchCosts(draft, Curve(*zip(*sorted(forwards_s), strict=True))), f"read from {names}"
 
@@ -142,8 +135,7 @@ def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
-    entry = store.get(key)
-    if entry is None:
+    if (entry := store.get(key)) is None:
         entry = entry_of(_measured(experiment))
         store.keep([(key, entry)])
     errors = TimeErrors(**entry["errors"], stopping=ours.errors.stopping)

@@ -34,14 +34,9 @@ _SCHEDULES = ((1, 3), *product((1, 2, 3), (1, 2)))
 def hierarchies_of(
     experiment: Experiment, trio: PairModels, heads: Mapping[str, AcceptanceHead], *, max_rejection_prob: float = 0.5
 ) -> list[Competitor]:
-    """All competitors, the target alone first; no model is loaded before a decoder is built.
-
-    Args:
-        experiment: sampling and the longest draft.
-        trio: the three models.
-        heads: path -> head, one trained on (micro, draft) and one on (draft, target), or none; they stop plain
-            speculation and full HSDDW instead of entropies.
-        max_rejection_prob: the threshold of both heads, on their calibrated probabilities.
+    """All competitors, the target alone first; no model is loaded before a decoder is built. `heads` by path, one
+    trained on (micro, draft) and one on (draft, target), or none, stop plain speculation and full HSDDW instead of
+    entropies; `max_rejection_prob` is the threshold of both, on their calibrated probabilities.
     """
     loop = partial(trio.decoder, sampling=experiment.sampling, max_draft_length=experiment.decode.max_draft_length)
     made, windowed = partial(_competitor, loop), partial(_windowed, trio)

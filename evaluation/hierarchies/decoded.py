@@ -14,6 +14,7 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import chain
 from json import dumps
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -80,21 +81,20 @@ class Decoded:
         Only the totals of rounds and drafted tokens are stored, so `lengths` has the histogram of the same totals with
         drafts of 0 and 1 token: what a line t_target(k) costs is the same.
         """
-        entry, names = self.competitor, [count.name for count in fields(Counts)]
-        counts = np.array([[[one[name][of] for one in row] for row in self.stored] for of in names], dtype=int)
-        columns = dict(zip(names, counts, strict=True))
+        entry, stored = self.competitor, self.column(name)
+        columns = {of.name: np.vectorize(itemgetter(of.name), otypes=[int])(stored) for of in fields(Counts)}
         lengths = np.stack([columns["num_target"] - columns["num_drafted"], columns["num_drafted"]], -1)
         if entry.family == MICRO_ALONE:
-            none = np.zeros_like(columns["num_draft_forwards"])
-            columns |= {"num_draft_forwards": none, "num_micro_forwards": columns["num_draft_forwards"]}
+            forwards = columns["num_draft_forwards"]
+            columns |= {"num_draft_forwards": np.zeros_like(forwards), "num_micro_forwards": forwards}
             columns["num_micro"] = columns["num_drafted"]
         micro_kind = entry.micro_policy.stop_kind if entry.micro_policy else ""
         return Played(Counts(**columns), lengths, np.arange(lengths.shape[1]), entry.policy.stop_kind, micro_kind)
 
     def result(self, number: int = 0) -> Result:
         """One setting, by the clock."""
-        throughput = Throughput(self.played.counts.num_emitted[number], self.column("seconds")[number])
         played = self.played.select([number])
+        throughput = Throughput(played.counts.num_emitted[0], self.column("seconds")[number])
         return Result(competitor=self.competitor, number=number, throughput=throughput, played=played)
 
 
@@ -113,20 +113,18 @@ def stored_of(repeated: Sequence[Generation]) -> dict[str, Any]:
 
 
 class StoredLoop:
-    """The real loop for one dataset, and `directory`, which stores its generations."""
+    """The real loop for one dataset, and `directory`, which stores its generations; ValueError if it has those of other
+    settings.
+    """
 
     def __init__(self, experiment: Experiment, dataset: str, *, folder: str = "hierarchy") -> None:
-        """Raises:
-        ValueError: the folder has generations of other settings.
-        """
         settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
         levels = [level for level in LEVELS if getattr(experiment.models, level) is not None]
         models: dict[str, Any] = {level: experiment.described(level) for level in levels}
-        sampling = {"sampling": experiment.sampling.as_dict()}
         self.directory = experiment.directory / folder / dataset
         self.directory.mkdir(parents=True, exist_ok=True)
-        manifest = {"format": 1, **models, **sampling, **settings, "generator": GENERATOR}
-        settle(self.directory, manifest, setting="decode.dir")
+        facts = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}
+        settle(self.directory, facts, setting="decode.dir")
         remedy = "delete the line, and its prompt is decoded again"
         self._store = KeyedStore(self.directory / "decoded.jsonl", remedy=remedy, fields=_STORED)
         self._experiment, self._run = experiment, run_key(experiment, levels)
@@ -134,16 +132,9 @@ class StoredLoop:
     def play(self, competitors: Sequence[Competitor], split: Split, *, repeats: int = 1) -> list[Decoded]:
         """Every setting of every competitor on the prompts of a split; none if there are no dev prompts.
 
-        A prompt that lacks one of them is decoded again by all (same seed, same tokens), so that their times are of one
-        moment, and stored as soon as it is decoded.
-
-        Args:
-            competitors: their settings take turns, another one first on each prompt.
-            split: its prompts.
-            repeats: how often each decodes a prompt; medians of the seconds are stored.
-
-        Raises:
-            ValueError: no test prompts.
+        Settings take turns, another one first on each prompt. A prompt that lacks one of them is decoded again by all
+        (same seed, same tokens), so that their times are of one moment, and stored as soon as it is decoded; medians of
+        the seconds, if each is decoded in several `repeats`. ValueError for no test prompts.
         """
         decode, prompts = self._experiment.decode, self._experiment.prompt_ids(self.directory.name, split)
         if not prompts and split == "test":
@@ -160,10 +151,8 @@ class StoredLoop:
                 if not done.issuperset((name, *member) for member in members)
             ]
             decoders = {member: _warm(entry, prompts[0]) for member, entry in members.items()} if missing else {}
-            bar = (
-                Bar(missing, desc=f"{self.directory.name}: {len(members)} drafters", unit="prompts") if missing else ()
-            )
-            for turn, (name, ids) in enumerate(bar):
+            desc = f"{self.directory.name}: {len(members)} drafters"
+            for turn, (name, ids) in enumerate(Bar(missing, desc=desc, unit="prompts") if missing else ()):
                 repeated: dict[tuple[str, str], list[Generation]] = {member: [] for member in members}
                 for _, order in in_turns(members, range(repeats), first=turn):
                     for member in order:

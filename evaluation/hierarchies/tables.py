@@ -37,12 +37,8 @@ _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RA
 
 
 def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, Any]]:
-    """One row per competitor: counts of three models, sigma, eta, measured and predicted speed-ups.
-
-    Args:
-        decoded: on the test prompts at one setting each, the target alone first.
-        times: fitted to this machine.
-        given: times of other hardware.
+    """One row per competitor, decoded on the test prompts at one setting each, the target alone first: counts of three
+    models, sigma, eta, measured speed-ups, and those predicted at fitted times and at given ones of other hardware.
     """
     rows, alone = [], decoded[0].result()
     plain = next(member.played for member in decoded if member.competitor.family == PLAIN)
@@ -121,9 +117,8 @@ def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
     """The gain in per cent, and where it is positive; `split` is that of the prompts that choose and report."""
     rows = []
     for draft_ratio, label, group in _by_draft_ratio(gain):
-        at = group.set_index("micro_ratio").loc[list(MICRO_RATIOS)]
-        percent = zip(MICRO_RATIOS, 100 * at["gain"], 100 * at["standard_error"], strict=True)
-        cells = {f"{ratio:g}": f"{value:+.1f} ({error:.1f})" for ratio, value, error in percent}
+        at = 100 * group.set_index("micro_ratio")[["gain", "standard_error"]].loc[list(MICRO_RATIOS)].astype(float)
+        cells = {f"{ratio:g}": f"{value:+.1f} ({error:.1f})" for ratio, value, error in at.itertuples()}
         rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{label}", **cells, "pays at": paying(group)})
     title = (
         "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best setting; "

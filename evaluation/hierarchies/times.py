@@ -54,16 +54,12 @@ def break_even(hierarchy: Played, plain: Played, times: Times) -> float:
 
 
 def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
-    """The times of the three models and of stops that explain the measured seconds best, and R².
-
-    Args:
-        decoded: several competitors, so that the three counts vary independently.
-
-    Raises:
-        ValueError: no generation with a second round, or none that a model's time could be read from.
+    """The times of the three models and of stops that explain the measured seconds best, and R²; of several
+    competitors, so that the three counts vary independently. ValueError for no generation with a second round, or none
+    that a model's time could be read from.
     """
-    stops = (kind for member in decoded for kind in (member.played.micro_stop_kind, member.played.stop_kind) if kind)
-    kinds = list(dict.fromkeys(stops))
+    stops = (kind for one in decoded for kind in (one.played.micro_stop_kind, one.played.stop_kind))
+    kinds = list(dict.fromkeys(filter(None, stops)))
 
     def drafting(later: Played) -> list[Array]:
         micro, draft = later.counts.num_micro_forwards, later.counts.num_draft_forwards
@@ -82,10 +78,8 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
 
 
 def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) -> tuple[list[float], list[float], float]:
-    """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round.
-
-    Raises:
-        ValueError: there is none.
+    """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round; ValueError
+    if there is none.
     """
     has_second = np.concatenate([member.later.counts.num_target.ravel() > 0 for member in decoded])
     if not has_second.any():

@@ -43,11 +43,7 @@ _PEARL = "PEARL, two devices, predicted"
 
 
 def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> list[Table]:
-    """Tables 1 to 4.
-
-    Raises:
-        ValueError: no test prompts, or --eagle is no EAGLE draft for this target.
-    """
+    """Tables 1 to 4; ValueError for no test prompts, or if --eagle is no EAGLE draft for this target."""
     trio = PairModels(lambda: experiment.pair)
     # the last of their lengths is the paper's window
     by_name = {entry.family: entry.at(-1) for entry in hierarchies_of(experiment, trio, {})}

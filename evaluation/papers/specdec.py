@@ -51,11 +51,7 @@ Best = tuple[float, float]
 
 
 def specdec_tables(experiment: Experiment) -> list[Table]:
-    """Tables 1 to 3.
-
-    Raises:
-        ValueError: none of the heads is one of the paper's.
-    """
+    """Tables 1 to 3; ValueError if none of the heads is one of the paper's."""
     heads = {name: head for name, head in experiment.heads.items() if family_of(head) == "head_specdec"}
     if not heads:
         raise ValueError(

@@ -88,10 +88,8 @@ def fixed(lengths: Iterable[int], *, version: str = "") -> Competitor:
 
 
 def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -> list[Table]:
-    """The part of Tables 3 and 4 that this draft makes.
-
-    Raises:
-        ValueError: no test prompts, no dev prompts; a draft or a target that cannot hold a tree.
+    """The part of Tables 3 and 4 that this draft makes; ValueError for no test or dev prompts, and for a draft or a
+    target that cannot hold a tree.
     """
     stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
     drafts = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
@@ -135,11 +133,8 @@ def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
 
 
 def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
-    """The stops of these specs, with the settings that each leaves open.
-
-    Raises:
-        ValueError: a spec that does not parse, a head that does not fit this run, an engine's rule.
-        FileNotFoundError: no exported head at that path.
+    """The stops of these specs, with the settings that each leaves open. ValueError for a spec that does not parse, a
+    head that does not fit this run, or an engine's rule; FileNotFoundError for no exported head at that path.
     """
     stops = []
     for spec in dict.fromkeys(specs):
@@ -172,10 +167,7 @@ def methods_of(draft: Draft, stops: Sequence[Competitor], lengths: Sequence[int]
 
 def fastest_on_dev(competitor: Competitor, loops: Sequence[StoredLoop]) -> Competitor:
     """The competitor at its setting that is fastest on dev, where only its own settings are decoded: another stop
-    changes no choice.
-
-    Raises:
-        ValueError: there are several settings and no dev prompts.
+    changes no choice. ValueError for several settings and no dev prompts.
     """
     if len(competitor.settings) == 1:
         return competitor
@@ -188,11 +180,7 @@ def fastest_on_dev(competitor: Competitor, loops: Sequence[StoredLoop]) -> Compe
 
 
 def times_of(decoded: Sequence[Decoded]) -> Times:
-    """Times of a round, a draft step and a verified node, from all settings; rounds that read a prompt are left out.
-
-    Raises:
-        ValueError: no generation has a second round.
-    """
+    """Times of a round, a draft step and a verified node, from all settings, by `fitted`."""
     (draft_s, step_s), (target_s, node_s), _ = fitted(
         decoded,
         lambda later: [later.counts.num_target, later.counts.num_draft_forwards],

@@ -33,11 +33,8 @@ class Oracle(Policy):
     def lengths(
         self, rejected: Int[Array, " positions"], offsets: Int[Array, " row_offsets"]
     ) -> Int[Array, " positions"]:
-        """Tokens drafted by a round that starts at each position.
-
-        Args:
-            rejected: the first rejected position from each on, or any beyond the row.
-            offsets: row r covers positions offsets[r] to offsets[r + 1].
+        """Tokens drafted by a round that starts at each position, from the first rejected position from each on (any
+        beyond the row if there is none); row r covers positions offsets[r] to offsets[r + 1].
         """
         ends = np.repeat(offsets[1:], np.diff(offsets))
         ahead = np.minimum(rejected, ends - 1) - np.arange(len(rejected))

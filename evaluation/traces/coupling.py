@@ -213,13 +213,9 @@ class Recorder:
         return drawn, torch.bincount(owner, minlength=len(starts)), passing
 
     def _next(self, text: Reading, q: Tensor, positions: Tensor, since: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token of each draft, its acceptance_prob (NaN after a rejection), and whether it is accepted.
-
-        Args:
-            text: the response.
-            q: distributions of the draft, [draft, vocab].
-            positions: of that token, or of the draft's rejected one.
-            since: tokens from the rejected one on; 0: none is rejected yet.
+        """The next token of each draft from q [draft, vocab], its acceptance_prob (NaN after a rejection), and whether
+        it is accepted. `positions`: of that token, or of the draft's rejected one, which is `since` tokens back (0:
+        none).
         """
         token, is_accepted = torch.empty_like(positions), torch.zeros_like(positions, dtype=torch.bool)
         prob = torch.full_like(q[:, 0], float("nan"))

@@ -87,11 +87,8 @@ def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: S
 
 
 def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
-    """Some shards as one trace; what heads read stays on disk until one needs it.
-
-    Raises:
-        FileNotFoundError: a shard is missing.
-        ValueError: one is corrupted; no prompt has a response.
+    """Some shards as one trace; what heads read stays on disk until one needs it. FileNotFoundError if a shard is
+    missing, ValueError if one is corrupted or no prompt has a response.
     """
     manifest = read_manifest(directory, command="trace")
     paths = list(chain.from_iterable(key.paths(directory) for key in keys))

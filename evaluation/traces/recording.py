@@ -70,10 +70,8 @@ class TraceFolder:
 
     def complete(self, splits: Sequence[Split] = SPLITS) -> None:
         """Record the shards of these splits that are missing or corrupted; no model is loaded if there are none.
-
-        Raises:
-            ValueError: the folder has a trace of other settings, or texts may cross a model's change of rotary
-                frequencies, since a trace reads each at once.
+        ValueError if the folder has a trace of other settings, or if texts may cross a model's change of rotary
+        frequencies, since a trace reads each at once.
         """
         if self.experiment.decode.as_recorded:
             return
@@ -89,16 +87,11 @@ class TraceFolder:
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
-        """Both splits of one dataset.
-
-        Raises:
-            FileNotFoundError: something was not recorded yet.
-            ValueError: a shard is corrupted, or no prompt has a response.
-        """
+        """Both splits of one dataset; errors as `load_split` has them."""
         return Splits(*(self.load_split(dataset, split) for split in SPLITS))
 
     def load_split(self, dataset: str, split: Split) -> Trace:
-        """One split of one dataset; it raises as `load` does."""
+        """One split of one dataset; errors as `evaluation.traces.disk.read_trace` has them."""
         return read_trace(self.directory, [key for key in self.shards if key[:2] == (dataset, split)])
 
     def _record_all(self, keys: Sequence[ShardKey]) -> None:
@@ -196,9 +189,8 @@ class TraceFolder:
 def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
     """The trace of an experiment; ValueError for a setting that is out of range.
 
-    `draft_sampling`: the draft draws by it, as in some engines: at temperature 0 its likeliest token, whatever the
-    target's sampling. Such a trace has a separate folder and the same responses. None, or a sampling equal to the
-    target's: the ordinary trace.
+    The draft draws by `draft_sampling`, as in some engines: at temperature 0 its likeliest token, whatever the target's
+    sampling. Such a trace has a separate folder and the same responses. None, or the target's: the ordinary trace.
     """
     decode, sampling, name = experiment.decode, experiment.sampling, "trace"
     for count in ("num_dev", "num_test", "max_draft_length"):
@@ -242,13 +234,9 @@ def record_trace(
     categories: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Trace:
-    """The trace of responses that the recorder's target drew under its sampling; ValueError without any.
-
-    Args:
-        max_new_tokens: the length limit of the responses.
-        seed: of outcomes and branches.
-        categories: id of each exchange -> the category of its prompt.
-        progress: is called with 1 after each response.
+    """The trace of responses that the recorder's target drew under its sampling and the length limit `max_new_tokens`;
+    ValueError without any. `seed` is that of outcomes and branches, `categories` has the category of each exchange's
+    prompt by id, and `progress` is called with 1 after each response.
     """
     traces = []
     width = max((len(exchange.response_ids) for exchange in exchanges), default=0)
@@ -293,7 +281,7 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
         out: the folder that becomes another decode.dir.
         heads: directories of the heads whose logits the copy holds.
     """
-    source, directory = Path(local_path(decode_dir, "--decode_dir")), Path(local_path(out, "--out"))
+    source, directory = local_path(decode_dir, "--decode_dir"), local_path(out, "--out")
     if directory.exists():
         raise ValueError(f"{directory} exists already; choose another --out, or delete it")
     trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]

@@ -55,26 +55,24 @@ class Rounds(NamedTuple):
 
 @dataclass
 class TraceLanes:
-    """State of all lanes; start, end, limit, stop and fork are flat indices of the trace."""
+    """State of all lanes. `start`, `end`, `limit`, `stop` and `fork` are flat indices of the trace: where the round
+    starts, where the response ends (a lane with start = end has ended) and where the length limit ends it at the
+    latest, the first rejected position from the start on, and where the round leaves the path (there, or with a feature
+    draft at once); `shift` is the distance from the fork to its branch.
+    """
 
     index: Int[Array, " lane"]
     """Number of the lane."""
     start: Int[Array, " lane"]
-    """Where the round starts."""
     end: Int[Array, " lane"]
-    """Where the response ends; a lane with start = end has ended."""
     limit: Int[Array, " lane"]
-    """Where the length limit ends it at the latest."""
     allowed: Int[Array, " lane"]
     """The most tokens that this round may draft."""
     position: Int[Array, " lane"]
     """Tokens drafted so far in this round."""
     stop: Int[Array, " lane"]
-    """The first rejected position from the start on."""
     fork: Int[Array, " lane"]
-    """Where the round leaves the path: at the rejection, or with a feature draft at once."""
     shift: Int[Array, " lane"]
-    """Distance from there to its branch."""
 
     @classmethod
     def of(cls, trace: Trace, index: Int[Array, " lane"], rows: Int[Array, " lane"]) -> "TraceLanes":
@@ -242,10 +240,8 @@ def expanded(policy: Policy, index: Array) -> Policy:
 
 def replay_settings(trace: Trace, policy: Policy) -> Played:
     """Every setting on every prompt; a policy's parameters that are arrays [setting] are settings side by side.
-
-    Raises:
-        ValueError: array parameters of several lengths; a policy that discards short drafts and has memory, or is
-            replayed on a trace of drawn drafts.
+    ValueError for arrays of several lengths, and for a policy that discards short drafts and has memory, or is replayed
+    on a trace of drawn drafts.
     """
     size, tables, sums = trace.max_draft_length + 1, [], []
     for index, rounds in _played(trace, policy):

@@ -115,9 +115,8 @@ class Trace:
 
     @cached_property
     def prompt_of_row(self) -> Int[Array, " rows"]:
-        """Number of the prompt that each row belongs to, by first appearance.
-
-        A prompt's draws, and its later turns (81#2 after 81), are not independent, so resampling keeps them together.
+        """Number of each row's prompt, by first appearance: a prompt's draws, and its later turns (81#2 after 81), are
+        not independent, so resampling keeps them together.
         """
         ids = [(row.dataset, row.id) for row in self.rows]
         firsts, known = [(dataset, _LATER_TURN.sub("", name)) for dataset, name in ids], set(ids)
@@ -137,9 +136,7 @@ class Trace:
 
     @cached_property
     def first_drawn(self) -> Int[Array, " positions"]:
-        """Flat index of the first token of a round from each position: the branch's, or where there is none the
-        response's token.
-        """
+        """Flat index of the first token of a round from each position: the branch's, or else the response's token."""
         firsts = self.num_positions + np.cumsum(self.branch_lengths) - self.branch_lengths
         return np.where(self.branch_lengths > 0, firsts, np.arange(self.num_positions))
 
@@ -200,10 +197,7 @@ class Trace:
 
     def logit(self, head: AcceptanceHead | ScoreHead) -> Float[Array, " drafts"]:
         """Logit of the head for each token (drawn-time, prefix), or for the token before it (fed-time): what is known
-        when it is drawn.
-
-        Raises:
-            ValueError: a head of another width, or of scalars or hidden states that were not recorded.
+        when it is drawn. ValueError for a head of another width, or of scalars or states that were not recorded.
         """
         if not isinstance(head, ScoreHead):
             key = f"score.{head.fingerprint()}"
@@ -271,9 +265,7 @@ class Trace:
 
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
-    """The rows of traces of one pair and one set of settings, with the columns that all of them have; ValueError for no
-    traces.
-    """
+    """The rows of traces of one pair and settings, with the columns that all have; ValueError for no traces."""
     if not traces:
         raise ValueError("no rows: a trace has at least one")
     first = traces[0]
@@ -290,8 +282,7 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
 
 
 def _inputs_at(inputs: Callable[[], InputTensors], drafts: Int[Tensor, " drafts"]) -> InputTensors:
-    tensors = inputs()
-    return tensors._replace(hidden=tensors.hidden[drafts])
+    return (tensors := inputs())._replace(hidden=tensors.hidden[drafts])
 
 
 def _joined(inputs: Sequence[Callable[[], InputTensors]], ends: Sequence[int]) -> InputTensors:
