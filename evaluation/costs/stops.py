@@ -79,7 +79,7 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
 
 
 def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
-    """Time the stop of each of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
+    """Time the stop of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
     if not policies:
         return {}
     length, prompt, target = drafted_length(loop), loop.prompts[0], loop.models.target

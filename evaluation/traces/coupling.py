@@ -49,17 +49,6 @@ before; hidden [draw, hidden], the state that q follows from.
 """
 
 
-class Path(NamedTuple):
-    """Outcomes along a response, from one forward of each model."""
-
-    drawn: Draws
-    """The response's tokens."""
-    first: Draws
-    """The draft's token at each position: the response's where it is accepted, else the rejected draw."""
-    is_accepted: Bool[Tensor, " position"]
-    acceptance_rate: Float[Tensor, " position"]
-
-
 class Branches:
     """Drafts of a language model from several positions of a text, with the interface of `Rollouts`."""
 
@@ -129,23 +118,22 @@ class Recorder:
     def record(self, row: TraceRow, uniforms: Float[Tensor, "position uniform"]) -> Trace:
         """The trace of one response to a prompt of at least one token; `uniforms` as `Reading` has them."""
         text = self._read(row, uniforms)
-        path = self._path(text)
+        path, first, is_accepted, rate = self._path(text)
         positions = torch.arange(len(text.token), device=text.token.device)
         # each verification adds a token of the target's, so the last position before the limit cannot be drafted
         room = (row.limit - 1 - positions).clamp(0, int(min(self.max_draft_length, text.drafts.max_length)))
         is_feature_draft = isinstance(self.draft, FeatureDraft)
-        room[positions == 0 if is_feature_draft else path.is_accepted] = 0
-        lengths, passing, parts = torch.zeros_like(positions), torch.zeros_like(positions), [path.drawn]
+        room[positions == 0 if is_feature_draft else is_accepted] = 0
+        lengths, passing, parts = torch.zeros_like(positions), torch.zeros_like(positions), [path]
         for starts in (room > 0).nonzero().squeeze(-1).split(_DRAFTS_AT_ONCE):
-            drawn, lengths[starts], passing[starts] = self._drafts(text, path, starts, room[starts])
+            begun = taken(first, starts), is_accepted[starts].long()
+            drawn, lengths[starts], passing[starts] = self._drafts(text, begun, starts, room[starts])
             if self.has_target_branches:
                 self._add_acceptance(text, drawn, lengths[starts], passing[starts], starts)
             parts.append(drawn)
-        columns = {"acceptance_rate": path.acceptance_rate.float(), "branch_lengths": lengths}
+        columns = {"acceptance_rate": rate.float(), "branch_lengths": lengths, "is_rejected": ~is_accepted}
         if is_feature_draft:
-            columns |= {"is_rejected": torch.ones_like(path.is_accepted), "num_passing": passing}
-        else:
-            columns["is_rejected"] = ~path.is_accepted
+            columns |= {"is_rejected": torch.ones_like(is_accepted), "num_passing": passing}
         return self._trace_of(row, joined(parts), columns)
 
     def _read(self, row: TraceRow, uniforms: Tensor) -> Reading:
@@ -168,8 +156,10 @@ class Recorder:
         target_hidden = hidden[num_prompt - 1 :][:num].to(token.device)
         return Reading(num_prompt, token, drafts, draft_hidden, target_hidden, cache, uniforms)
 
-    def _path(self, text: Reading) -> Path:
-        """Outcomes and signals along the response, chunk by chunk of its positions."""
+    def _path(self, text: Reading) -> tuple[Draws, Draws, Tensor, Tensor]:
+        """Along the response, chunk by chunk of its positions: its tokens; the draft's own (the response's where they
+        are accepted, else the rejected draws); whether they are accepted; and the acceptance_rate.
+        """
         parts = []
         for chunk in chunks(len(text.token), chunk_rows(self.vocab_size, self.chunk_mb)):
             token, hidden = text.token[chunk], text.draft_hidden[chunk]
@@ -181,18 +171,19 @@ class Recorder:
             prob = acceptance_prob(first[at], q[at], p[at])
             rejected = read_signals(logits[at], first[at], q[at], hidden[at], prob)
             both = {name: column.index_copy(0, at, rejected[name]) for name, column in drawn.items()}
-            parts.append(Path(drawn, both, is_accepted, acceptance_rate(q, p)))
+            parts.append((drawn, both, is_accepted, acceptance_rate(q, p)))
         tokens, firsts, are_accepted, rates = zip(*parts, strict=True)
-        return Path(joined(tokens), joined(firsts), torch.cat(are_accepted), torch.cat(rates))
+        return joined(tokens), joined(firsts), torch.cat(are_accepted), torch.cat(rates)
 
     def _drafts(
-        self, text: Reading, path: Path, starts: Int[Tensor, " draft"], room: Int[Tensor, " draft"]
+        self, text: Reading, begun: tuple[Draws, Tensor], starts: Int[Tensor, " draft"], room: Int[Tensor, " draft"]
     ) -> tuple[Draws, Int[Tensor, " draft"], Int[Tensor, " draft"]]:
         """Draft on from the first token of each start, for at most `room` tokens: (all tokens, draft by draft; the
-        length of each draft; how many of its tokens come before the first rejected one).
+        length of each draft; how many of its tokens come before the first rejected one). `begun`: those first tokens,
+        and 1 for each that is accepted.
         """
         text.drafts.begin(starts + text.num_prompt)
-        first, passing = taken(path.first, starts), path.is_accepted[starts].long()
+        first, passing = begun
         alive, newest = torch.arange(len(starts), device=starts.device), first["token"]
         eos = torch.tensor(sorted(self.eos_ids), device=starts.device, dtype=newest.dtype)
         steps, owners = [first], [alive]
