@@ -1,11 +1,8 @@
-"""Times of an engine's forwards: numbers that anyone can measure, the engine's own log, or the loop of transformers.
+"""Times of an engine's forwards: numbers that anyone can measure, the engine's own log, or the loop of transformers,
+which takes longer around a forward than ours.
 
---t_draft_ms 4 --t_target_ms 30     a forward of either model, however many tokens it reads
---t_target_ms 1:30,5:33,17:50       by number of tokens, linear in between and beyond the last (t_draft_ms likewise,
-                                    by sequences that draft together)
-
-The loop of transformers takes longer around a forward than ours. Generations with several constant numbers of tokens,
-and without an assistant, take turns; forwards are counted by hooks on both models, and the seconds are
+Generations with several constant numbers of tokens, and without an assistant, take turns; forwards are counted by hooks
+on both models, and the seconds are
 
     T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
 
@@ -62,7 +59,9 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
 
 
 def curve_of(name: str, given: Milliseconds) -> Curve:
-    """Seconds by number of tokens, of a flag in milliseconds; ValueError for anything but positive numbers or pairs."""
+    """Seconds by number of tokens of a flag in milliseconds, linear between its pairs and beyond the last; ValueError
+    for anything but positive numbers or pairs.
+    """
     points = [part.partition(":") for part in str(given).split(",")]
     try:
         if len(points) == 1 and not points[0][1]:
@@ -172,8 +171,7 @@ def fitted(runs: Sequence[Run]) -> Times:
     # relative to each run's seconds: a slow moment of the machine stretches all of it
     columns, ones = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
     times = least_absolute(columns, ones)
-    # the standard deviation that normal residuals of this median size have
-    deviation = 1.48 * np.median(np.abs(columns @ times - ones))
+    deviation = 1.48 * np.median(np.abs(columns @ times - ones))  # that of normal residuals of this median size
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
     draft_s, verify_s, plain_s, _ = times.tolist()
     relative = TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s))

@@ -9,13 +9,13 @@ dev. A stop is a policy's spec (`decode.policies.registry`). What its spec leave
 the policy's grid, all of them where `decode.grid` gives them; for a tree also the levels between two evaluations.
 
 Dev compares the settings of one competitor by law 4.9, its times fitted to all their generations: seconds of drafting
-by rounds and draft forwards, of verifying by rounds and nodes. So a tree pays for the nodes that it verifies and a stop
-for its own work in every draft step, and the noise of the clock does not choose a setting. Test prompts are clocked:
-all competitors in turns, medians of several repeats, speed-ups by dataset, or by category where there is one dataset.
+by rounds and draft forwards, of verifying by rounds and nodes. So a tree pays for the nodes that it verifies, and the
+noise of the clock does not choose a setting. Test prompts are clocked: all competitors in turns, medians of several
+repeats, speed-ups by dataset, or by category where there is one dataset.
 
-The draft is the pair's own; one that is a language model makes both tables, which are then not of the paper's systems.
-The paper gives the threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0 (Table 3) and 1 (Table 4), here
-the config's decides.
+A draft that is a language model makes both tables, which are then not of the paper's systems. The paper gives the
+threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0 (Table 3) and 1 (Table 4), here the config's
+decides.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

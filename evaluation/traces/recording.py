@@ -77,8 +77,7 @@ class TraceFolder:
             return
         keys = [key for key in self.shards if key.split in splits]
         present = [path for key in keys for path in key.paths(self.directory) if is_whole(path)]
-        is_broken = any(True for _ in problems_of(present, command="trace"))
-        if not is_broken and all(key.is_done(self.directory) for key in keys):
+        if len(present) == 2 * len(keys) and not any(True for _ in problems_of(present, command="trace")):
             return self.refuse_other()
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
@@ -104,12 +103,9 @@ class TraceFolder:
                 if isinstance(model, PreTrainedModel):
                     refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
             self._settle(sorted(pair.eos_ids))
+            loop = pair.drafting, pair.target, self.experiment.sampling, pair.vocab_size, pair.eos_ids
             recorder = Recorder(
-                pair.drafting,
-                pair.target,
-                self.experiment.sampling,
-                pair.vocab_size,
-                pair.eos_ids,
+                *loop,
                 decode.max_draft_length,
                 has_target_branches=decode.perfect_head,
                 chunk_mb=data.chunk_mb,
@@ -122,7 +118,7 @@ class TraceFolder:
     def _record(self, key: ShardKey, recorder: Recorder, progress: Callable[[int], None]) -> None:
         decode, spec = self.experiment.decode, self.shards[key]
         draw = ("draw", key.draw) if key.draw else ()
-        seed = seed_of(decode.seed, "trace", key.dataset, key.split, key.shard, *draw)
+        seed = seed_of(decode.seed, "trace", *key[:3], *draw)
         data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
         source = TargetInProcess(
             recorder.target,
