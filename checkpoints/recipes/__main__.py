@@ -10,7 +10,7 @@ from checkpoints.recipes.own_target import eagle3, small
 from checkpoints.recipes.published import coder_pair, smollm2
 from checkpoints.recipes.tiny import tiny
 from configs.command import run
-from evaluation.traces.recording import record
+from evaluation.traces.disk import record
 
 if __name__ == "__main__":
     commands = (tiny, smollm2, coder_pair, eagle3, small, record)

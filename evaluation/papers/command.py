@@ -15,8 +15,7 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.papers.hsddw import hsddw_tables
 from evaluation.papers.specdec import specdec_tables
-from evaluation.papers.svip import svip_tables
-from evaluation.papers.trees import tree_tables
+from evaluation.papers.svip import svip_tables, tree_tables
 from evaluation.table import Table, printing, say
 
 

@@ -30,8 +30,7 @@ from evaluation.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, 
 from evaluation.hierarchies.decoded import MICRO_ALONE, StoredLoop
 from evaluation.hierarchies.times import fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers.svip import speed_ups
-from evaluation.papers.trees import EAGLE_2, competitor_of, fixed, lengths_of
+from evaluation.papers.svip import EAGLE_2, competitor_of, fixed, lengths_of, speed_ups
 from evaluation.table import Table
 from evaluation.times import Times
 from lm.features.eagle import Eagle

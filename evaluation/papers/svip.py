@@ -1,30 +1,61 @@
-"""SVIP (arXiv 2411.18462), Tables 1, 2, 5 and 6: speed-ups of a constant length of 5, of the heuristic, and of SVIP,
-replayed on test.
+"""SVIP (arXiv 2411.18462): Tables 1, 2, 5 and 6 replayed on test, and Tables 3 and 4, drafts that are not plain chains,
+clocked.
 
 Tables 1 and 5 have a column per category of the prompts (SpecBench's), greedy and at temperature 1; Tables 2 and 6 a
-column per generation length, at temperature 1 and greedy. The pair's `Sampling` decides which two are made.
+column per generation length, at temperature 1 and greedy: speed-ups of a constant length of 5, of the heuristic, and of
+SVIP. The pair's `Sampling` decides which two are made. SVIP's threshold is the paper's where the pair is one of its
+pairs, and for other pairs what its procedure chooses: of {0.2, 0.3, 0.4, 0.5} the fastest on 8 prompts held out, here
+of dev. The heuristic starts at 5. Departures: drafts end at decode.max_draft_length (the paper's limit is 40); the
+times of a forward do not grow with the context; the speed-up of one generation length is that of the first so many
+tokens of the longer generations.
 
-SVIP's threshold is the paper's where the pair is one of its pairs, and for other pairs what its procedure chooses: of
-{0.2, 0.3, 0.4, 0.5} the fastest on 8 prompts held out, here of dev. The heuristic starts at 5. Departures: drafts end
-at decode.max_draft_length (the paper's limit is 40); the times of a forward do not grow with the context; the speed-up
-of one generation length is that of the first so many tokens of the longer generations.
+    Table 3   a chain, and the same with CaPE's siblings; published with 4 tokens of a GliDe draft
+    Table 4   EAGLE-2's tree; published with six levels, 10 candidates after a node and 59 nodes in all, and with stops
+              evaluated after every second level
+
+Each as published, at the fixed length that is fastest on dev, and with every stop at the setting that is fastest on
+dev. A stop is a policy's spec (`decode.policies.registry`). What its spec leaves open is chosen among a few values of
+the policy's grid, all of them where `decode.grid` gives them; for a tree also the levels between two evaluations.
+
+Dev compares the settings of one competitor by law 4.9, its times fitted to all their generations: seconds of drafting
+by rounds and draft forwards, of verifying by rounds and nodes. So a tree pays for the nodes that it verifies, and the
+noise of the clock does not choose a setting. Test prompts are clocked: all competitors in turns, medians of several
+repeats, speed-ups by dataset, or by category where there is one dataset.
+
+A draft that is a language model makes both tables, which are then not of the paper's systems. The paper gives the
+threshold .5 for GliDe and none for EAGLE-2; its temperatures are 0 (Table 3) and 1 (Table 4), here the config's
+decides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from decode.drafters.factory import PairModels
+from decode.drafters.trees import Cape, Dynamic, Shape
 from decode.experiment import Experiment
+from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
-from evaluation.contest import best_setting
+from decode.policies.registry import RULES, read_spec, registered
+from evaluation.competitor import Competitor
+from evaluation.contest import Result, best_setting
 from evaluation.costs.machine import costs_for
-from evaluation.gain import Throughput
+from evaluation.gain import Gain, Throughput
+from evaluation.hierarchies.configurations import NO_DRAFT
+from evaluation.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
+from evaluation.hierarchies.times import fitted
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
 """Part of the target's name -> the threshold that the paper chose for its pair."""
@@ -32,6 +63,12 @@ CHOICES = (0.2, 0.3, 0.4, 0.5)
 HELD_OUT = 8
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192)
 """Generation lengths; the paper prints those from 128 on, the shorter ones are for pairs that write little."""
+FIXED_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15)
+"""Fixed lengths, unless decode.grid has fixed_length.k."""
+NUM_CHOICES = 7
+"""Settings of a stop, from the middle of its grid."""
+_SMALLEST_S = 1e-12
+"""Instead of a fitted time of 0."""
 
 
 def svip_tables(experiment: Experiment) -> list[Table]:
@@ -100,3 +137,171 @@ def category_rows(speeds: Mapping[str, Mapping[str, float]]) -> list[dict[str, s
         | {"Avg.": f"{means[name]:.2f}{gain.get(name, '')}"}
         for name, of_parts in speeds.items()
     ]
+
+
+class Draft(NamedTuple):
+    """A kind of draft that a table has rows for: chains or trees."""
+
+    name: str
+    published: int
+    """The length that its paper fixes; of a tree, its levels."""
+    shape: Shape | None = None
+    """None: a chain."""
+    every: tuple[Mapping[str, int], ...] = ({},)
+    """Levels between two evaluations of a stop, as settings."""
+
+
+CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, Cape())
+EAGLE_2 = Draft("EAGLE-2", 6, Dynamic(), every=({"every": 2}, {"every": 1}))
+
+
+def competitor_of(experiment: Experiment, models: PairModels, draft: Draft, stop: Competitor) -> Competitor:
+    """A stop on a draft; `models` hold trees."""
+
+    def build(every: int = 1, **setting: Any) -> SpeculativeDecoder:
+        policy = replace(stop.policy, **setting)  # type: ignore[type-var]
+        drafter = models.drafter(policy, draft.shape, read_every=every)
+        longest = experiment.decode.max_draft_length
+        return models.decoder(drafter, sampling=experiment.sampling, max_draft_length=longest)
+
+    name = f"{draft.name} + {stop.name}" if stop.name else draft.name
+    return replace(stop, family=name, name=name, policy=FixedLength(0), build=build)
+
+
+def fixed(lengths: Iterable[int], *, version: str = "") -> Competitor:
+    """Fixed lengths, the stop without a name."""
+    return Competitor("", "", FixedLength(0), tuple({"k": length} for length in lengths), version=version)
+
+
+def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -> list[Table]:
+    """The part of Tables 3 and 4 that this draft makes; ValueError for no test or dev prompts, and for a draft or a
+    target that cannot hold a tree.
+    """
+    stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
+    drafts = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
+    drafts |= {"4": [EAGLE_2]} if not isinstance(drafting, Glide) else {}
+    lengths = lengths_of(experiment, [draft for of_table in drafts.values() for draft in of_table])
+    sets, models = experiment.datasets, PairModels(lambda: experiment.pair, holds_trees=True)
+    num_dev = sum(len(experiment.prompt_ids(name, "dev")) for name in sets)
+    tests = [(name, prompt) for name in sets for prompt, _ in experiment.encoded(name, "test")]
+    columns = [(prompt.category if len(sets) == 1 else "") or name for name, prompt in tests]
+    made, tables = partial(competitor_of, experiment, models), []
+    for number, of_table in drafts.items():
+        folder = f"svip-table-{number}/{Path(experiment.models.draft.path).name}"
+        loops = [StoredLoop(experiment, name, folder=folder) for name in sets]
+        methods = [
+            {method: fastest_on_dev(made(draft, stop), loops) for method, stop in methods_of(draft, stops, lengths)}
+            for draft in of_table
+        ]
+        competitors = [made(Draft(NO_DRAFT, 0), fixed([0])), *(entry for of in methods for entry in of.values())]
+        results = (member.result() for member in play_all(loops, competitors, "test", repeats=repeats))
+        alone = next(results).throughput
+        rows = [{method: next(results) for method in of_draft} for of_draft in methods]
+        title = (
+            f"SVIP Table {number}: speed-up at T = {experiment.sampling.temperature:g}, settings chosen on {num_dev} "
+            f"dev prompts, clocked on {len(tests)} test prompts, medians of {repeats} turns"
+        )
+        cells = [row for of_draft in rows for row in row_cells(of_draft, alone, columns)]
+        tables.append(Table(title, cells, stop_verdict(rows)))
+    return tables
+
+
+def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
+    """Fixed lengths to choose from; ValueError if drafts may not be as long as the published ones."""
+    longest, published = experiment.decode.max_draft_length, max(draft.published for draft in drafts)
+    if longest < published:
+        raise ValueError(
+            f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; "
+            "raise it"
+        )
+    lengths = experiment.decode.grid.get("fixed_length", {}).get("k", FIXED_LENGTHS)
+    return [length for length in lengths if 0 < length <= longest]
+
+
+def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
+    """The stops of these specs, with the settings that each leaves open. ValueError for a spec that does not parse, a
+    head that does not fit this run, or an engine's rule; FileNotFoundError for no exported head at that path.
+    """
+    stops = []
+    for spec in dict.fromkeys(specs):
+        kind, given = read_spec(spec)
+        if kind in RULES:
+            raise ValueError(
+                f"--stops names {kind}, an engine's rule, which `acceptance-heads flags` tunes; name a policy"
+            )
+        policy, configured = experiment.policy(spec), experiment.decode.grid.get(kind)
+        grid = configured or registered(kind).values(experiment.decode.max_draft_length)
+        grid = {key: values for key, values in grid.items() if key not in given}
+        choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+        if not choices:
+            raise ValueError(f"decode.grid gives {kind} no value of {next(iter(grid))}; give one, or leave {kind} out")
+        if configured is None and len(choices) > NUM_CHOICES:
+            middle = np.linspace(0, len(choices) - 1, NUM_CHOICES + 2)[1:-1]
+            choices = [choices[round(index)] for index in middle.tolist()]
+        stops.append(Competitor(spec, spec, policy, tuple(choices), version=version_of(policy)))
+    return stops
+
+
+def methods_of(draft: Draft, stops: Sequence[Competitor], lengths: Sequence[int]) -> Iterator[tuple[str, Competitor]]:
+    """Rows of a draft: the published length, the lengths of which dev chooses, and each stop likewise."""
+    yield f"{draft.name}, as published", fixed([draft.published])
+    yield f"{draft.name}, best fixed", fixed(sorted({*lengths, draft.published}))
+    for stop in stops:
+        both = tuple({**setting, **every} for setting, every in product(stop.settings, draft.every))
+        yield f"{draft.name} + {stop.name}", replace(stop, settings=both)
+
+
+def fastest_on_dev(competitor: Competitor, loops: Sequence[StoredLoop]) -> Competitor:
+    """The competitor at its setting that is fastest on dev, where only its own settings are decoded: another stop
+    changes no choice. ValueError for several settings and no dev prompts.
+    """
+    if len(competitor.settings) == 1:
+        return competitor
+    dev = play_all(loops, [competitor], "dev")
+    if not dev:
+        raise ValueError(
+            "fixed lengths and thresholds are chosen on dev prompts, and there are none; raise decode.num_dev"
+        )
+    return competitor.at(best_setting(dev[0].played, times_of(dev))[0])
+
+
+def times_of(decoded: Sequence[Decoded]) -> Times:
+    """Times of a round, a draft step and a verified node, from all settings, by `fitted`."""
+    (draft_s, step_s), (target_s, node_s), _ = fitted(
+        decoded,
+        lambda later: [later.counts.num_target, later.counts.num_draft_forwards],
+        lambda later: [later.counts.num_target, later.counts.num_drafted],
+    )
+    alone_s = max(draft_s + target_s, _SMALLEST_S)
+    return Times(max(step_s, _SMALLEST_S), (alone_s, alone_s + node_s), "fitted")
+
+
+def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Speed-ups over the target alone by column of the prompts and over all of them, and gains over both fixed
+    lengths; empty over itself. `rows`: the draft as published, at its best fixed length, and with every stop.
+    """
+    rivals = dict(zip(("published", "best fixed"), rows, strict=False))
+    for method, result in rows.items():
+        speeds = speed_ups(result.throughput, alone, columns, "Avg.")
+        gains = {f"over {rival}": "" if of == method else result.over(rows[of]).text for rival, of in rivals.items()}
+        cells = {name: f"{speed:.2f}" for name, speed in speeds.items()}
+        yield {"Methods": method, **cells, "setting": result.label, **gains}
+
+
+def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
+    """The stops whose gain over the best fixed length of their own draft has its whole interval above 0, and the
+    others. The best is the faster one on test, of the length that dev chose and the published one: dev's choice may
+    have been unlucky.
+    """
+    gains: dict[str, Gain] = {}
+    for published, best, *stops in (rows.values() for rows in drafts):
+        base = max((published, best), key=lambda result: result.tokens_per_s)
+        gains |= {stop.family: stop.over(base) for stop in stops}
+    # a single prompt has no interval: its standard error is NaN
+    won = [f"{name} {gain.text}" for name, gain in gains.items() if gain.low > 0 and gain.standard_error >= 0]
+    lost = [text for name, gain in gains.items() if (text := f"{name} {gain.text}") not in won]
+    on_the_clock = "the best fixed length of the same draft on the clock"
+    if not won:
+        return f"No stop beats {on_the_clock}: {', '.join(lost)}" if lost else ""
+    others = f"; not so: {', '.join(lost)}" if lost else ""
+    return f"{len(won)} of {len(gains)} stops beat {on_the_clock}: {', '.join(won)}{others}"

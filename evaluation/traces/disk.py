@@ -9,7 +9,10 @@ Further draws of the coins for the same prompts are separate shards, {split}-{in
 Written atomically with sidecars (`store.shards`): present means complete.
 """
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,10 +25,12 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from configs.paths import local_path
 from data_gen.store.manifest import read_manifest
 from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
+from heads.model.head import AcceptanceHead
 from lm import Sampling
-from store.shards import check_sums, is_whole, write_shard
+from store.shards import atomic_directory, check_sums, is_whole, read_sidecar, write_atomic, write_shard
 
 _ROWS = pa.schema(
     {
@@ -55,8 +60,12 @@ class ShardKey(NamedTuple):
         folder = directory / self.dataset
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
 
+    def whole(self, directory: Path) -> list[Path]:
+        """Those of its files that are whole."""
+        return list(filter(is_whole, self.paths(directory)))
+
     def is_done(self, directory: Path) -> bool:
-        return all(map(is_whole, self.paths(directory)))
+        return len(self.whole(directory)) == 2
 
 
 def recorded_keys(directory: Path) -> list[ShardKey]:
@@ -135,3 +144,39 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
 def _inputs(path: Path) -> InputTensors:
     with safe_open(path, framework="pt") as file:
         return InputTensors(*map(file.get_tensor, InputTensors._fields))
+
+
+def without_hidden(trace: Trace, heads: Sequence[AcceptanceHead]) -> Trace:
+    """A trace that has the logits of some heads instead of the hidden states that other heads would need."""
+    for head in heads:
+        trace.logit(head)  # stays in the trace
+    return replace(trace, inputs=None)
+
+
+def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
+    """Copy a trace and its times for others to evaluate, replay and tune on (`--decode.as_recorded true`), without
+    prompts and hidden states.
+
+    Args:
+        decode_dir: decode.dir of the evaluation; its trace has first draws only, and hidden states.
+        out: the folder that becomes another decode.dir.
+        heads: directories of the heads whose logits the copy holds.
+    """
+    source, directory = local_path(decode_dir, "--decode_dir"), local_path(out, "--out")
+    if directory.exists():
+        raise ValueError(f"{directory} exists already; choose another --out, or delete it")
+    trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
+    manifest, keys = read_manifest(trace, command="trace"), recorded_keys(trace)
+    check_sums([path for key in keys for path in key.paths(trace)], command="trace")
+    with atomic_directory(directory) as unfinished:
+        if (source / "costs.jsonl").is_file():
+            shutil.copy(source / "costs.jsonl", unfinished)
+        facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
+        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
+        for key in keys:
+            if (content := read_shard(trace, key, manifest)) is not None:
+                rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
+                content = replace(without_hidden(content, scorers), rows=rows)
+            write_trace(unfinished / "trace", key, content, read_sidecar(key.paths(trace)[0])["problems"])
+    num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    print(f"{directory}: {len(keys)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

@@ -7,17 +7,14 @@ raising it keeps what is recorded.
 """
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
-from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.sets import Split
@@ -26,7 +23,7 @@ from data_gen.store.manifest import read_manifest, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits
 from evaluation.traces.coupling import Recorder
-from evaluation.traces.disk import ShardKey, read_shard, read_trace, recorded_keys, write_trace
+from evaluation.traces.disk import ShardKey, read_trace, recorded_keys, without_hidden, write_trace
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -34,16 +31,7 @@ from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import (
-    atomic_directory,
-    check_sums,
-    clean_partial,
-    forget_broken,
-    is_whole,
-    problems_of,
-    read_sidecar,
-    write_atomic,
-)
+from store.shards import clean_partial, forget_broken, problems_of, read_sidecar, write_atomic
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
@@ -76,7 +64,7 @@ class TraceFolder:
         if self.experiment.decode.as_recorded:
             return
         keys = [key for key in self.shards if key.split in splits]
-        present = [path for key in keys for path in key.paths(self.directory) if is_whole(path)]
+        present = [path for key in keys for path in key.whole(self.directory)]
         if len(present) == 2 * len(keys) and not any(True for _ in problems_of(present, command="trace")):
             return self.refuse_other()
         with only_writer(self.directory, setting="decode.dir"):
@@ -247,13 +235,6 @@ def record_trace(
     return join_traces(traces)
 
 
-def without_hidden(trace: Trace, heads: Sequence[AcceptanceHead]) -> Trace:
-    """A trace that has the logits of some heads instead of the hidden states that other heads would need."""
-    for head in heads:
-        trace.logit(head)  # stays in the trace
-    return replace(trace, inputs=None)
-
-
 def trace(config: Config) -> None:
     """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
     folder = trace_folder(Experiment(config))
@@ -266,32 +247,3 @@ def trace(config: Config) -> None:
                 "in branches"
             )
     print("next: acceptance-heads evaluate --config …, which replays every policy on it")
-
-
-def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
-    """Copy a trace and its times for others to evaluate, replay and tune on (`--decode.as_recorded true`), without
-    prompts and hidden states.
-
-    Args:
-        decode_dir: decode.dir of the evaluation; its trace has first draws only, and hidden states.
-        out: the folder that becomes another decode.dir.
-        heads: directories of the heads whose logits the copy holds.
-    """
-    source, directory = local_path(decode_dir, "--decode_dir"), local_path(out, "--out")
-    if directory.exists():
-        raise ValueError(f"{directory} exists already; choose another --out, or delete it")
-    trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
-    manifest, keys = read_manifest(trace, command="trace"), recorded_keys(trace)
-    check_sums([path for key in keys for path in key.paths(trace)], command="trace")
-    with atomic_directory(directory) as unfinished:
-        if (source / "costs.jsonl").is_file():
-            shutil.copy(source / "costs.jsonl", unfinished)
-        facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
-        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
-        for key in keys:
-            if (content := read_shard(trace, key, manifest)) is not None:
-                rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
-                content = replace(without_hidden(content, scorers), rows=rows)
-            write_trace(unfinished / "trace", key, content, read_sidecar(key.paths(trace)[0])["problems"])
-    num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    print(f"{directory}: {len(keys)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

@@ -18,7 +18,8 @@ from evaluation.costs.machine import kept_costs, key_of
 from evaluation.costs.machine import verdict_of as costs_verdict
 from evaluation.report.replay import at_costs, histogram
 from evaluation.times import Times
-from evaluation.traces.recording import record, trace_folder
+from evaluation.traces.disk import record
+from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.provenance import Provenance

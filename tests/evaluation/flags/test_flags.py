@@ -139,7 +139,6 @@ def test_the_command_prints_the_line_of_every_engine(engine, tiny, capsys):
     [
         (["--for", "llama.cpp", "--batch", "4"], "leave it out for llama.cpp"),
         (["--for", "transformers", "--pair.sampling.temperature", "0.5", *TIMES], "to its draft twice"),
-        (["--for", "vllm", "--t_draft_ms", "1"], "go together"),
         (["--for", "lama.cpp"], "--for is lama.cpp, but it must be one of llama.cpp, vllm, sglang, transformers"),
     ],
 )

@@ -17,9 +17,8 @@ from decode.loop.rounds import Counts
 from decode.policies import Entropy, FixedLength, Heuristic, MaxProb, TokenProb
 from evaluation.competitor import Competitor
 from evaluation.hierarchies.decoded import Decoded, StoredLoop
-from evaluation.papers import trees
-from evaluation.papers.svip import CHOICES, by_category, category_rows, threshold_for
-from evaluation.papers.trees import CHAIN, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
+from evaluation.papers import svip
+from evaluation.papers.svip import CHAIN, by_category, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
@@ -94,7 +93,7 @@ def test_svip_tables_have_a_column_per_category_and_per_length(flags, capsys):
 
 
 def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
-    rows = category_rows({name: by_category(played, policy, COST, "made") for name, policy in METHODS.items()})
+    rows = svip.category_rows({name: by_category(played, policy, COST, "made") for name, policy in METHODS.items()})
     part = played.select(range(0, len(played.rows), 2))
     seconds = COST.time_s(replay_settings(part, FixedLength(5))).sum()
     assert rows[0]["even"] == f"{part.num_positions / seconds:.2f}"
@@ -104,10 +103,10 @@ def test_svips_cells_are_speed_ups_of_the_prompts_of_a_category(played):
 
 def test_svips_threshold_is_the_papers_for_its_pairs_and_chosen_for_others(played):
     for name, threshold in {"pythia-6.9b": 0.4, "Meta-Llama-3-70B-Instruct": 0.3, "Qwen2.5-14B": 0.3}.items():
-        assert threshold_for(name, played, COST)[0] == threshold
+        assert svip.threshold_for(name, played, COST)[0] == threshold
     held_out = played.select(range(8))
-    speeds = {h: COST.tokens_per_s(replay_settings(held_out, Entropy(h)))[0] for h in CHOICES}
-    chosen, _ = threshold_for("another", played, COST)
+    speeds = {h: COST.tokens_per_s(replay_settings(held_out, Entropy(h)))[0] for h in svip.CHOICES}
+    chosen, _ = svip.threshold_for("another", played, COST)
     assert speeds[chosen] == pytest.approx(max(speeds.values()))
 
 
@@ -161,12 +160,12 @@ class Dev(StoredLoop):
 def chosen(stops, lengths, loop):
     return {
         method: fastest_on_dev(competitor_of(EXPERIMENT, MODELS, CHAIN, stop), [loop]).settings
-        for method, stop in trees.methods_of(CHAIN, stops, lengths)
+        for method, stop in svip.methods_of(CHAIN, stops, lengths)
     }
 
 
 def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
-    times = trees.times_of(Dev().play([trees.fixed((1, 2, 4))], "dev"))
+    times = svip.times_of(Dev().play([svip.fixed((1, 2, 4))], "dev"))
     assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
     for stall in (1.0, 8.0):

@@ -9,9 +9,8 @@ from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
-from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, LlamaCpp, Policy
+from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
-from evaluation.flags.engines import ShortDrafts
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.sampler import PlayedSampler
@@ -40,19 +39,12 @@ MODEL_RULES = {name: POLICIES[name] for name in SOME} | {
     "drawn_head": HeadPolicy(model_head("drawn"), 0.5),
     "both_heads": BothHeads((model_head("fed"), model_head("drawn"))),
 }
-ENGINE_RULES: dict[str, Policy] = {
-    "fixed": FixedLength(2),
-    "p_min": LlamaCpp(n_max=3, p_min=0.6),
-    "n_min": ShortDrafts(n_max=3, n_min=2, p_min=0.6),
-    "product": CumulativeTokenProb(0.3),
-}
 PLAYED = [
     *((kind, name) for kind in ("eagle", "rnn") for name in rules_of(kind)),
     *((kind, name) for kind in (*KINDS[1:], "deepseek_v3", "qwen3_next") for name in ("drawn", "fed", "self_verify")),
     *((kind, "token_prob") for kind in BLOCKS),
 ]
 COLD = [("model", name, policy) for name, policy in (MODEL_RULES | {"entropy": Entropy(0.3)}).items()]
-COLD += [("likeliest", name, policy) for name, policy in ENGINE_RULES.items()]
 COLD += [("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "entropy", "drawn")]
 
 

@@ -23,18 +23,8 @@ from lm.draws import draw, uniforms
 from lm.features.recorder import FeatureRecorder
 from tests.conformance.mtp import FAMILIES as MTP
 from tests.evaluation.commands import config_with, spelt
-from tests.evaluation.traces.forms import (
-    EOS,
-    LENGTH,
-    LIMIT,
-    PROMPT,
-    WARM,
-    model_head,
-    recorder,
-    responses,
-    traced,
-    unscored,
-)
+from tests.evaluation.traces import forms
+from tests.evaluation.traces.forms import EOS, LENGTH, LIMIT, PROMPT, WARM, model_head, responses, traced
 from tests.toys import longrope, small_pair
 from tests.toys.random_drafts import BLOCKS, KINDS, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
@@ -63,7 +53,7 @@ def alone(which: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.T
 
 @pytest.fixture(scope="module")
 def warm() -> Trace:
-    return unscored(traced("model", SHARP))
+    return forms.unscored(traced("model", SHARP))
 
 
 def test_every_signal_and_score_of_path_and_branches_is_that_of_a_forward_over_its_own_prefix(warm):
@@ -185,8 +175,8 @@ def expected_draft(
 @pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 def test_every_draft_of_a_feature_drafts_trace_is_that_of_a_round_by_itself(kind):
     response = next(one.response_ids for one in responses(20) if len(one.response_ids) > 6)
-    chance = uniforms(5, len(response), recorder(kind).num_uniforms)
-    trace = recorder(kind).record(TraceRow("a", "", tuple(PROMPT), tuple(response), LIMIT), chance)
+    chance = uniforms(5, len(response), forms.recorder(kind).num_uniforms)
+    trace = forms.recorder(kind).record(TraceRow("a", "", tuple(PROMPT), tuple(response), LIMIT), chance)
     ends = len(response) + trace.branch_lengths.cumsum()
     assert trace.branch_lengths[0] == 0
     for start in range(1, len(response)):
@@ -229,7 +219,7 @@ def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
 
 @pytest.mark.parametrize(("kind", "sampling"), [("model", SHARP), ("likeliest", SHARP), ("eagle", WARM), ("rnn", WARM)])
 def test_a_trace_is_the_same_after_writing_and_reading(kind, sampling, tmp_path):
-    trace = unscored(traced(kind, sampling))
+    trace = forms.unscored(traced(kind, sampling))
     trace.logit(model_head("fed") if kind in ("model", "likeliest") else feature_head("fed", draft(kind).hidden_size))
     back, expected = written(trace, tmp_path), join_traces([trace.select(range(len(trace.rows)))])
     for name in ("rows", "sampling", "draft_sampling", "max_draft_length", "block_size"):
