@@ -131,8 +131,8 @@ def third_level_verdict(
     test: Sequence[Decoded], dev: Sequence[Decoded], gain: pd.DataFrame, *, times: Times, r2: float = 1.0
 ) -> str:
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
-    names = (winner.competitor.family for winner, *_ in fastest_sides(dev or test, times))
-    plain, best = (next(member.result() for member in test if member.competitor.family == name) for name in names)
+    on_test = {member.competitor.family: member for member in test}
+    plain, best = (on_test[one.competitor.family].result() for one, *_ in fastest_sides(dev or test, times))
     measured = best.over(plain)
     lines = [
         f"Measured here (t_draft / t_target = {times.t_draft_s / times.t_target_s[0]:.3f}, t_micro / t_draft = "

@@ -157,9 +157,8 @@ def regressed(generated: Sequence[Generation]) -> tuple[float, ...]:
     intercept, the rounds that read prompts left out.
     """
     rounds = [generation.rounds[1:] for generation in generated]
-    forwards = np.array(
-        [[sum(round_.counts.num_draft_forwards for round_ in of), len(of)] for of in rounds], dtype=float
-    )
+    num_drafts = [sum(round_.counts.num_draft_forwards for round_ in of) for of in rounds]
+    forwards = np.column_stack([num_drafts, list(map(len, rounds))]).astype(float)
     seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in of) for of in rounds])
     counted = forwards[:, forwards.any(0)]
     times, *_ = np.linalg.lstsq(counted, seconds, rcond=None)

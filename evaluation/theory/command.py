@@ -120,12 +120,12 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     label = "interleaved, best m and n"
     at_best.plot(small_rates, [of[_CHEN][1] for of in best], "--", color="tab:red", label=label)
     at_best.axhline(best[0]["medium alone"][1], color="tab:green", label="medium alone, best K")
-    title, n, gain = "closed form", "n, small tokens per block", "speed-up over the target alone"
-    tokens.set(title=title, xlabel=n, ylabel="tokens per target forward")
+    n, gain = "n, small tokens per block", "speed-up over the target alone"
     title = f"rates {small} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
+    tokens.set(title="closed form", xlabel=n, ylabel="tokens per target forward")
     speed.set(title=title, xlabel=n, ylabel=gain)
     title = f"each at its best; medium's rate {medium}"
     at_best.set(title=title, xlabel="acceptance rate of the small model", ylabel=gain)
-    for axes in (tokens, at_best):
-        axes.legend(frameon=False)
+    tokens.legend(frameon=False)
+    at_best.legend(frameon=False)
     figure.savefig(path, dpi=120)
