@@ -17,11 +17,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lm.cache import BufferLayer, RowFeed, growing_cache, roll_back
 from lm.forwards import body_and_lm_head, body_of, chunks, device_of, hidden_states, refuse_training
-from lm.masks import BranchMask, additive, visible
-from lm.model import CachedModel
+from lm.masks import BranchMask, Fed, additive, visible
+from lm.model import CachedModel, Logits
 from lm.rope import refuse_crossing, rope_switch_of
 from lm.selfcheck import check, check_batch, ids_of_plan, refusal_of
 
+Texts = Sequence[Sequence[int]]
+States = Float[Tensor, "fed hidden"]
 _MAX_EXTRA = 4
 """Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
 _MAX_READ = 2**14
@@ -46,7 +48,7 @@ class BatchRow(CachedModel):
     def roll_back(self, length: int) -> None:
         self._length = min(self._length, length)
 
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Logits:
         return self._batch.feed([self], [new_tokens], [num_rows])[0]
 
 
@@ -54,17 +56,16 @@ class BatchModel:
     """`rows` of a batch, and forwards of any of them together."""
 
     def __init__(self, cached: CachedModel, num_rows: int) -> None:
-        """At most `num_rows` sequences at once in the model of `cached`, which keeps its own cache; ValueError if rows
-        cannot be rolled back one by one.
-        """
+        """At most `num_rows` sequences in the model of `cached`; ValueError if rows cannot be rolled back alone."""
         self.model, self.vocab_size = cached.model, cached.vocab_size
-        self.device = device_of(cached.model)  # `cached` knows where the model was at its last reset
+        self.device = device_of(self.model)  # `cached` knows where the model was at its last reset
         self._cache = DynamicCache(config=self.model.config)
-        others = {type(layer).__name__ for layer in self._cache.layers if type(layer) is not DynamicLayer}
         remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
         refusal = refusal_of(self.model, "be decoded in batches", remedy)
-        if others or not self._cache.layers:
-            raise refusal(f"its cache has {', '.join(sorted(others)) or 'no layers that are known beforehand'}")
+        kinds = {type(layer) for layer in self._cache.layers}
+        if kinds != {DynamicLayer}:
+            others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer}))
+            raise refusal(f"its cache has {others or 'no layers that are known beforehand'}")
         self._num_rows = max(num_rows, 2)
         self._cache.layers = [BufferLayer(1) for _ in self._cache.layers]
         self.rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
@@ -74,9 +75,7 @@ class BatchModel:
         del self.rows[num_rows:]
 
     @torch.inference_mode()
-    def feed(
-        self, rows: Sequence[BatchRow], new_tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
-    ) -> list[Float[Tensor, "rows vocab"]]:
+    def feed(self, rows: Sequence[BatchRow], new_tokens: Texts, num_logits: Sequence[int]) -> list[Logits]:
         """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many; `num_logits` of each."""
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
@@ -91,9 +90,7 @@ class BatchModel:
                 fed[index] = fed[index][-num_logits[index] :]
         return self._feed(rows, fed, num_logits)
 
-    def _feed(
-        self, rows: Sequence[BatchRow], fed: Sequence[Sequence[int]], num_logits: Sequence[int]
-    ) -> list[Float[Tensor, "rows vocab"]]:
+    def _feed(self, rows: Sequence[BatchRow], fed: Texts, num_logits: Sequence[int]) -> list[Logits]:
         """One forward: the logits after the last tokens of each row, whose hidden states the row keeps."""
         width = max(map(len, fed))
         ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], device=self.device)
@@ -113,11 +110,14 @@ class BatchModel:
             "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
             "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
         }
-        indices = torch.tensor(_last(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        # in [row x width], the last tokens of each row
+        nums = enumerate(zip(map(len, fed), num_logits, strict=True))
+        last = [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
+        indices = torch.tensor(last, dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
-            states = parts.body(**inputs).last_hidden_state
+            states = parts[0](**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
-            logits = parts.head(hidden)
+            logits = parts[1](hidden)
         else:
             output = self.model(output_hidden_states=True, **inputs)
             hidden, logits = (
@@ -126,12 +126,6 @@ class BatchModel:
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return list(logits[:, : self.vocab_size].split(list(num_logits)))
-
-
-def _last(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
-    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
-    nums = enumerate(zip(num_fed, num_logits, strict=True))
-    return [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
 
 
 class ReadText(DynamicCache):
@@ -161,22 +155,13 @@ class Continuations:
         self._tails: dict[int, list[int]] = {}
 
     @torch.inference_mode()
-    def feed(
-        self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
-    ) -> Float[Tensor, "fed hidden"]:
-        """Final hidden states after tokens of any continuations `owners`, those of one in their order; `depths` has the
-        index of each token in its continuation, from 0.
-        """
+    def feed(self, tokens: Fed, owners: Fed, depths: Fed) -> States:
+        """Hidden states after tokens of continuations `owners`; `depths` is the index of each in its own, from 0."""
         if isinstance(self.cache, ReadText):
             return self._read_again(self.cache.ids, tokens, owners)
         positions, mask = self._mask.feed(owners, depths)
-        output = body_of(self.model)(
-            input_ids=tokens[None],
-            attention_mask=additive(mask, self.model.dtype)[None, None],
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self.model.dtype)[None, None]}
+        output = body_of(self.model)(input_ids=tokens[None], past_key_values=self.cache, use_cache=True, **inputs)
         return output.last_hidden_state[0]
 
     def drop(self) -> None:
@@ -186,9 +171,7 @@ class Continuations:
             roll_back(self.cache, self._num_text)
         self._mask = BranchMask(self._num_text, self.starts)
 
-    def _read_again(
-        self, text: list[int], tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]
-    ) -> Float[Tensor, "fed hidden"]:
+    def _read_again(self, text: list[int], tokens: Fed, owners: Fed) -> States:
         fed: dict[int, list[int]] = {owner: [] for owner in sorted(set(owners.tolist()))}
         for owner, token in zip(owners.tolist(), tokens.tolist(), strict=True):
             fed[owner].append(token)
@@ -212,18 +195,16 @@ def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, F
     if keeps_states(model):
         cache = ReadText(config=model.config)
         cache.ids = ids
+    tokens = torch.tensor([ids], device=device_of(model))
     with torch.inference_mode():
-        output = body_of(model)(
-            input_ids=torch.tensor([ids], device=device_of(model)), past_key_values=cache, use_cache=True
-        )
-    return cache, output.last_hidden_state[0]
+        states = body_of(model)(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+    return cache, states[0]
 
 
 def check_branches(model: PreTrainedModel) -> None:
     """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
     refuse_training(model)
-    remedy = "`acceptance-heads bench` compares policies without a trace"
-    refusal = refusal_of(model, "be recorded in a trace", remedy)
+    refusal = refusal_of(model, "be recorded in a trace", "`acceptance-heads bench` compares policies without a trace")
     check(model, "branches side by side", partial(_branch_feeds, model), refusal)
 
 
@@ -235,11 +216,10 @@ def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int)
     if keeps_states(model):
         return
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        if window is not None and length > window:
-            subject = f"layer {index} of {type(model).__name__} sees {window} tokens"
+        if isinstance(layer, DynamicSlidingWindowLayer) and length > layer.sliding_window:
             raise ValueError(
-                f"{subject}; prompt, response and branch have {length}, which branches need to see whole: {remedy}"
+                f"layer {index} of {type(model).__name__} sees {layer.sliding_window} tokens; prompt, response and "
+                f"branch have {length}, which branches need to see whole: {remedy}"
             )
 
 

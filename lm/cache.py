@@ -28,33 +28,28 @@ further than the others means going back to the prompt.
 class RowFeed(NamedTuple):
     """Where a forward of rows of different lengths writes, the same in every layer."""
 
-    rows: list[int]
-    """Row of the buffer of each sequence that is fed."""
-    positions: Int[Tensor, "row fed"]
-    """Position of each token, padding included."""
-    end: int
-    """Positions that the queries are shown; the mask hides those beyond a row's own length."""
-    num_rows: int
-    """Rows of the buffer."""
+    rows: list[int]  # row of the buffer of each sequence that is fed
+    positions: Int[Tensor, "row fed"]  # of each token, padding included
+    end: int  # positions that the queries are shown; the mask hides those beyond a row's own length
+    num_rows: int  # of the buffer
 
 
 class BufferLayer(DynamicLayer):
     """One attention layer's keys and values, [row, head, position, dim].
 
-    All rows hold the `length` positions from `first` on. While `feed` is set, rows have lengths of their own instead:
-    they are filled from position 0, and what lies beyond a row's length (rejected tokens, padding) is hidden by the
-    mask of each forward and overwritten by the next tokens.
+    All rows hold the `length` positions from `first` on. While `feed` is set, rows have different lengths instead: they
+    are filled from position 0; what lies beyond a row's length is hidden by each forward's mask, and overwritten.
     """
 
     feed: RowFeed | None = None
+    _keys: Tensor
+    _values: Tensor
 
     def __init__(self, capacity: int) -> None:
         """`capacity`: positions to begin with; doubled when it does not suffice."""
         super().__init__()
         self.capacity = capacity
         self.first = self.length = 0
-        self._keys: Tensor
-        self._values: Tensor
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -79,13 +74,11 @@ class BufferLayer(DynamicLayer):
             self._make_room(needed, self.capacity)
         rows = torch.tensor(feed.rows, device=key_states.device)
         positions = feed.positions.to(key_states.device)
-        shown = []
+        are_first = feed.rows == list(range(len(rows)))  # then they need not be copied
         for buffer, states in ((self._keys, key_states), (self._values, value_states)):
             buffer[rows[:, None], :, positions] = states.transpose(1, 2)
-            filled = buffer[:, :, : feed.end]
-            are_first = feed.rows == list(range(len(rows)))  # then they need not be copied
-            shown.append(filled[: len(rows)] if are_first else filled[rows])
-        return shown[0], shown[1]
+        keys, values = self._keys[:, :, : feed.end], self._values[:, :, : feed.end]
+        return (keys[: len(rows)], values[: len(rows)]) if are_first else (keys[rows], values[rows])
 
     def get_seq_length(self) -> int:
         """Positions held; 0 while rows differ in length, since models are then given positions and a mask."""
@@ -108,10 +101,8 @@ class BufferLayer(DynamicLayer):
 
     def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
         """Overwrite these rows, of `num_rows`, with those of another layer, right-aligned; it has at most as many
-        positions, unless this one is empty.
-
-        Positions left of a shorter row become 0, and the mask must hide them: an old NaN there would survive the mask,
-        since 0 * NaN is NaN.
+        positions, unless this one is empty. Positions left of a shorter row become 0, since a NaN there would survive
+        the mask that must hide them: 0 * NaN is NaN.
         """
         self._prepare(num_rows, other._keys, other._values)
         if self.length < other.length:
@@ -133,10 +124,9 @@ class BufferLayer(DynamicLayer):
     def _prepare(self, num_rows: int, *states: Tensor) -> None:
         """Allocate the buffers, unless they have this many rows, and the dtype and the device of the states."""
         self.dtype, self.device = states[0].dtype, states[0].device
-        if self.is_initialized:
-            old = self._keys
-            if (old.dtype, old.device, len(old)) == (self.dtype, self.device, num_rows):
-                return
+        like = self.dtype, self.device, num_rows
+        if self.is_initialized and (self._keys.dtype, self._keys.device, len(self._keys)) == like:
+            return
         # zeros, because a masked entry has weight 0, and 0 * NaN is NaN
         self._keys, self._values = (
             state.new_zeros(num_rows, state.shape[1], self.capacity, state.shape[3]) for state in states
@@ -221,8 +211,7 @@ class Snapshots:
             if num_held <= length:
                 for layer, state in zip(self._layers, states, strict=True):
                     for name, value in state.items():
-                        is_slice = isinstance(value, slice)
-                        setattr(layer, name, getattr(layer, name)[:, :, value] if is_slice else value)
+                        setattr(layer, name, vars(layer)[name][:, :, value] if isinstance(value, slice) else value)
                 return num_held
         return None
 

@@ -31,9 +31,7 @@ class CompiledEpilogues:
     def __call__(
         self, epilogue: Epilogue, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, token: int
     ) -> tuple[Tensor, ...]:
-        """Result of the epilogue on these inputs. Every other tensor that it reads keeps its address; a new function is
-        compiled again.
-        """
+        """Result of the epilogue, compiled once for each function; other tensors that it reads keep their addresses."""
         kind = logits.shape, logits.dtype, logits.device
         if kind != self._kind:  # fixed memory for the inputs; everything is compiled again
             self._kind, self._graphs = kind, {}
@@ -55,9 +53,7 @@ class CompiledEpilogues:
 
 
 def thread_key(device: torch.device) -> tuple[int, Thread | None]:
-    """Key of a `GuardFreeGraph`: the number of threads it was compiled for, and the thread that captured its CUDA
-    graphs, which no other thread can replay.
-    """
+    """Its number of threads, and the thread that captured its CUDA graphs, which no other can replay."""
     return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
 
 

@@ -56,9 +56,7 @@ class UniformSource(Protocol):
 
 
 class RandomSampler(Sampler):
-    """Draws by inversion of two streams of uniforms, for tokens and for acceptance: verification (law 4.2) needs
-    acceptance uniforms that are independent of the drafted tokens.
-    """
+    """Draws by inversion of two independent streams of uniforms, for tokens and for acceptance, as law 4.2 needs."""
 
     def __init__(self, source: torch.Generator | int | None = None) -> None:
         """`source`: a torch generator, which moves on; None: torch's global one; or an integer seed of at least 0, all
@@ -66,9 +64,8 @@ class RandomSampler(Sampler):
         not coincide; but `manual_seed` on the CPU reads 32 bits, so 5 and 5 + 2^32 give the same draws.
         """
         if source is None or isinstance(source, torch.Generator):
-            halves = torch.randint(
-                2**62, (2, 2), generator=source, device="cpu" if source is None else source.device
-            ).tolist()
+            device = "cpu" if source is None else source.device
+            halves = torch.randint(2**62, (2, 2), generator=source, device=device).tolist()
             seeds = [high << 62 | low for high, low in halves]
         else:
             seeds = [2 * source, 2 * source + 1]

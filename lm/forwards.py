@@ -12,37 +12,30 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature, unwrap
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lm.cache import make_cache
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY, non_finite
 
+States = Float[Tensor, "token hidden"]
 _MIN_FILLED = 0.8
 """Minimum length of a group's shortest sequence, as a share of its longest."""
 _SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
 """The remedy for texts that cross a RoPE switch."""
 _MIN_TOKENS = 512
 """A forward over fewer tokens costs more than padding does."""
-_NUM_CHECKED_IDS = 8
 _SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 
-class BodyAndHead(NamedTuple):
-    """Parts of a model, to be called one after the other."""
-
-    body: Callable[..., Any]
-    """Token ids, positions and a cache to an output with `last_hidden_state`, after the final norm."""
-    head: Callable[[Tensor], Tensor]
-    """Final hidden states to logits."""
-
-
+BodyAndHead = tuple[Callable[..., Any], Callable[[Tensor], Tensor]]
+"""From ids, positions and a cache to an output with `last_hidden_state`, after the final norm; and to logits."""
 _TESTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, BodyAndHead | None]] = WeakKeyDictionary()
 """For each model, its body and LM head when they were tested, and the result."""
 
@@ -59,36 +52,29 @@ def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
     if head is None or hasattr(model, "_hf_hook") or _has_hooks(model) or _has_hooks(body):
         return None
     if (tested := _TESTED.get(model)) is None or tested[0] != (body, head):
-        parts = BodyAndHead(partial(unwrap(type(body).forward), body), head)
+        parts = partial(unwrap(type(body).forward), body), head
         is_whole = "position_ids" in signature(body.forward).parameters and _is_whole(parts, model)
         tested = _TESTED[model] = (body, head), parts if is_whole else None
     return tested[1]
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """True if calling the class's bare forward would miss hooks, or a forward set on this object (torch.compile,
-    accelerate).
-    """
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or "forward" in vars(module)
-        or module._compiled_call_impl is not None
-    )
+    """True if the class's bare forward misses hooks, or a forward set on this object (torch.compile, accelerate)."""
+    has_other_forward = "forward" in vars(module) or module._compiled_call_impl is not None
+    return bool(module._forward_hooks or module._forward_pre_hooks or has_other_forward)
 
 
 @torch.inference_mode()
 def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
     """True if both give the same bits, for a prompt and for a token after it."""
-    caches = [make_cache(model, 4) for _ in range(2)]
+    (body, head), caches = parts, [make_cache(model, 4) for _ in range(2)]
     for first, end in ((0, 2), (2, 3)):
         positions = torch.arange(first, end, device=device_of(model))[None]
+        settings = {"input_ids": positions % 2, "use_cache": True}
         try:
-            expected = model(input_ids=positions % 2, past_key_values=caches[0], use_cache=True).logits
-            states = parts.body(
-                input_ids=positions % 2, past_key_values=caches[1], use_cache=True, position_ids=positions
-            ).last_hidden_state
-            if states.device != expected.device or not torch.equal(parts.head(states), expected):
+            expected = model(past_key_values=caches[0], **settings).logits
+            states = body(past_key_values=caches[1], position_ids=positions, **settings).last_hidden_state
+            if states.device != expected.device or not torch.equal(head(states), expected):
                 return False
         except torch.OutOfMemoryError:
             raise
@@ -102,10 +88,7 @@ def lm_head_of(model: PreTrainedModel) -> nn.Module:
     """The module that maps the final hidden state to logits; ValueError if the model has none."""
     head = model.get_output_embeddings()
     if head is None:
-        raise ValueError(
-            f"{type(model).__name__} has no output embeddings, so no final hidden state; load it with "
-            "AutoModelForCausalLM"
-        )
+        raise _no_states(model, "output embeddings, so no final hidden state")
     return head
 
 
@@ -116,27 +99,27 @@ def body_of(model: PreTrainedModel) -> Any:
     # Llama4ForCausalLM names a part of its wrapper as its base model, and is then its own
     body = next((part for part in model.children() if isinstance(part, PreTrainedModel)), None)
     if body is None:
-        raise ValueError(
-            f"{type(model).__name__} has no layers apart from its output layer, so no final hidden states; load it "
-            "with AutoModelForCausalLM"
-        )
+        raise _no_states(model, "layers apart from its output layer, so no final hidden states")
     return body
 
 
+def _no_states(model: PreTrainedModel, lacks: str) -> ValueError:
+    return ValueError(f"{type(model).__name__} has no {lacks}; load it with AutoModelForCausalLM")
+
+
 @contextmanager
-def recorded(
-    modules: Sequence[nn.Module], *, inputs: bool = False
-) -> Iterator[dict[int, Float[Tensor, "token hidden"]]]:
+def recorded(modules: Sequence[nn.Module], *, inputs: bool = False) -> Iterator[dict[int, States]]:
     """Outputs of these modules, or their inputs, by index in the list, while one sequence runs through the model."""
     values: dict[int, Tensor] = {}
+    thread = get_ident()
 
-    def record(index: int, thread: int, _: nn.Module, given: Any, output: Any) -> None:
+    def record(index: int, _: nn.Module, given: Any, output: Any) -> None:
         if get_ident() == thread:  # another thread may run the same model
             value = given if inputs else getattr(output, "last_hidden_state", output)
             values[index] = (value[0] if isinstance(value, tuple) else value)[0]
 
     # only for this forward: a hook that stayed would keep the values as long as the model lives
-    hooks = [module.register_forward_hook(partial(record, index, get_ident())) for index, module in enumerate(modules)]
+    hooks = [module.register_forward_hook(partial(record, index)) for index, module in enumerate(modules)]
     try:
         yield values
     finally:
@@ -159,8 +142,8 @@ def num_logits_of(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def eos_ids_of(config: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
-    """The end-of-sequence ids of a config: several (a list, a tuple, a tensor), one, or none."""
+def eos_ids_of(config: Any) -> frozenset[int]:
+    """The end-of-sequence ids of a config or a tokenizer: several (a list, a tuple, a tensor), one, or none."""
     ids = getattr(config, "eos_token_id", None)
     return frozenset(() if ids is None else torch.as_tensor(ids).flatten().tolist())
 
@@ -173,9 +156,7 @@ def refuse_training(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def hidden_states(
-    model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]
-) -> Float[Tensor, "token hidden"]:
+def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> States:
     """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding: those of
     rows[0][starts[0]:], then those of rows[1][starts[1]:], and so on.
 
@@ -199,9 +180,7 @@ def hidden_states(
 
 
 @torch.inference_mode()
-def logits_of(
-    model: PreTrainedModel, hidden: Float[Tensor, "token hidden"], vocab_size: int
-) -> Float[Tensor, "token vocab"]:
+def logits_of(model: PreTrainedModel, hidden: States, vocab_size: int) -> Float[Tensor, "token vocab"]:
     """Logits of the tokenizer's ids from final hidden states; ValueError for layers between both (Electra)."""
     head = model.get_output_embeddings()
     if (width := getattr(head, "in_features", hidden.shape[-1])) != hidden.shape[-1]:
@@ -243,19 +222,18 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise ValueError if the logits after each of a few ids are not finite; single ids may be broken (untrained)."""
-    ids = sorted({index * (vocab_size - 1) // (_NUM_CHECKED_IDS - 1) for index in range(_NUM_CHECKED_IDS)})
+    ids = sorted({index * (vocab_size - 1) // 7 for index in range(8)})
     if non_finite(logits_of(model, hidden_states(model, [[token] for token in ids], [0] * len(ids)), vocab_size)).all():
         raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} tested ids; {REMEDY}")
 
 
 def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives the model's own logits, which some families scale after the LM head,
-    and the body takes the cache that responses are made with.
-    """
+    """Raise ValueError unless `logits_of` gives the model's own logits and the body takes the cache of responses."""
+    name = type(model).__name__
     if "past_key_values" not in signature(body_of(model).forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} takes no past_key_values, so responses of several tokens would be wrong; choose "
-            "a model with attention"
+            f"{name} takes no past_key_values, so responses of several tokens would be wrong; choose a model with "
+            "attention"
         )
     ids = [[0, min(1, vocab_size - 1), 0]]
     hidden = hidden_states(model, ids, [0])
@@ -264,6 +242,6 @@ def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
     logits = logits_of(model, hidden, vocab_size).to(expected.device)
     if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
-            f"{type(model).__name__} changes its logits after the output layer in an unknown way, and probabilities "
-            "would be wrong; choose models of another family"
+            f"{name} changes its logits after the output layer in an unknown way, and probabilities would be wrong; "
+            "choose models of another family"
         )

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Fed = Int[Tensor, " fed"]
+Mask = Bool[Tensor, "fed cached"]
 ROOT = -1
 """The last token of the text, from which a tree grows."""
 
@@ -88,9 +90,7 @@ EMPTY = Tree()
 def visible(
     last_visible: Int[Tensor, "*batch fed"], num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None
 ) -> Bool[Tensor, "*batch fed cached"]:
-    """Mask of the entries that each token sees: of a text of `num_text` those up to position `last_visible`, and of
-    those after the text what `branch` says.
-    """
+    """Mask of what each token sees: of a text the entries up to position `last_visible`, after it those of `branch`."""
     text = torch.arange(num_text, device=last_visible.device) <= last_visible[..., None]
     return text if branch is None else torch.cat([text, branch], -1)
 
@@ -100,9 +100,7 @@ def additive(mask: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Flo
     return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
 
 
-def tree_feed(
-    tree: Tree, num_cached: int, num_text: int, *, num_pending: int = 0
-) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
+def tree_feed(tree: Tree, num_cached: int, num_text: int, *, num_pending: int = 0) -> tuple[Fed, Mask]:
     """(positions, mask), on the CPU, of a forward of the end of a text and of the nodes that come after a tree's first
     `num_cached`. `num_pending` tokens of the text, which has `num_text`, are fed before them.
 
@@ -131,12 +129,8 @@ class BranchMask:
         self._num_text, self._starts = num_text, starts
         self._owners = self._depths = starts.new_empty(0)
 
-    def feed(
-        self, owners: Int[Tensor, " fed"], depths: Int[Tensor, " fed"]
-    ) -> tuple[Int[Tensor, " fed"], Bool[Tensor, "fed cached"]]:
-        """Append entries to the continuations `owners`, of which they are entry number `depths`, from 0: their
-        positions, and their mask.
-        """
+    def feed(self, owners: Fed, depths: Fed) -> tuple[Fed, Mask]:
+        """Append entries number `depths`, from 0, of the continuations `owners`: their positions, and their mask."""
         self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
         in_branch = (self._owners == owners[:, None]) & (self._depths <= depths[:, None])
         starts = self._starts[owners]

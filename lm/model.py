@@ -10,6 +10,7 @@ attention with explicit positions.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -19,22 +20,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from lm import forwards
 from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
 from lm.compiled import Compile, CompiledEpilogues
-from lm.forwards import (
-    body_and_lm_head,
-    device_of,
-    eos_ids_of,
-    lm_head_of,
-    num_logits_of,
-    output_device_of,
-    recorded,
-    refuse_training,
-)
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
 
+Logits = Float[Tensor, "rows vocab"]
 _MAX_PENDING = 32
 """Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
 
@@ -46,19 +39,21 @@ class CachedModel:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
         device: device that takes token ids.
-        epilogues: compiled functions of its forwards; None if nothing is compiled.
         session: the generation that uses this model, or used it last (`decode.loop.session`).
     """
 
     _max_length = float("inf")
-    _rope_switch: RopeSwitch | None = None
+    _rope_switch = RopeSwitch("")
     _is_long = False
     """The text is read with the long RoPE frequencies (`lm.rope`)."""
+    one_token_at_a_time = False
+    """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
     session: Any = None
     holds_trees = False
     recorder: Any = None
     """A `FeatureRecorder` of what a feature draft reads, whose module imports this one."""
     epilogues: CompiledEpilogues | None = None
+    """Compiled functions of its forwards."""
 
     def __init__(
         self,
@@ -79,19 +74,16 @@ class CachedModel:
             ValueError: the model is in train mode, its cache cannot be rolled back or hold a tree, or its hidden states
                 or features are not available.
         """
-        refuse_training(model)
-        self.model, self.vocab_size, self.with_hidden = model, vocab_size, with_hidden
+        forwards.refuse_training(model)
+        self.model, self.vocab_size, self.with_hidden, self.recorder = model, vocab_size, with_hidden, recorder
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         if with_hidden:
-            lm_head_of(model)
-        self.recorder = recorder
+            forwards.lm_head_of(model)
         self.epilogues = CompiledEpilogues() if compile else None
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters
         self._is_plain = False
-        self.one_token_at_a_time = False
-        """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
         self.reset()
         check_cache(self)
         if holds_trees:
@@ -104,7 +96,7 @@ class CachedModel:
     @property
     def output_device(self) -> torch.device:
         """Device of logits and hidden states, which differs if the model is spread over several devices."""
-        return output_device_of(self.model)
+        return forwards.output_device_of(self.model)
 
     @property
     def hidden_size(self) -> int:
@@ -117,22 +109,22 @@ class CachedModel:
 
     def limit_of(self, num_prompt: int) -> float:
         """`max_length` for a text with such a prompt (`lm.rope`)."""
-        if self._rope_switch is None or self._rope_switch.is_long(num_prompt - 1):
-            return self._max_length
-        return min(self._max_length, float(self._rope_switch.bound))
+        switch = self._rope_switch
+        return self._max_length if switch.is_long(num_prompt - 1) else min(self._max_length, float(switch.bound))
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence: those of the generation config, else of the config."""
-        return eos_ids_of(self.model.generation_config) or eos_ids_of(self.model.config.get_text_config())
+        configs = self.model.generation_config, self.model.config.get_text_config()
+        return next(filter(None, map(forwards.eos_ids_of, configs)), frozenset())
 
     def check_mode(self) -> None:
         """Raise ValueError if the model is in train mode."""
-        refuse_training(self.model)
+        forwards.refuse_training(self.model)
 
     @property
     def num_logits(self) -> int:
-        width = num_logits_of(self.model)
+        width = forwards.num_logits_of(self.model)
         return width if self.vocab_size is None else min(width, self.vocab_size)
 
     @property
@@ -146,7 +138,7 @@ class CachedModel:
 
     def reset(self) -> None:
         """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
-        self.device = device_of(self.model)
+        self.device = forwards.device_of(self.model)
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._positions = torch.arange(CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
@@ -154,7 +146,7 @@ class CachedModel:
         """The nodes that are in the cache."""
         if self.recorder is not None:
             self.recorder.buffer.roll_back(0)
-        self._parts = body_and_lm_head(self.model)
+        self._parts = forwards.body_and_lm_head(self.model)
         if self._is_plain:
             self.roll_back(0)
         else:
@@ -162,11 +154,10 @@ class CachedModel:
 
     def _make_cache(self) -> None:
         self.cache = make_cache(self.model, CAPACITY)
-        self._buffers = [layer for layer in self.cache.layers if isinstance(layer, BufferLayer)]
-        self._counted = [
-            (index, layer) for index, layer in enumerate(self.cache.layers) if isinstance(layer, CacheLayerMixin)
-        ]
-        self._is_plain = len(self._buffers) == len(self.cache.layers)
+        layers = self.cache.layers
+        self._buffers = [layer for layer in layers if isinstance(layer, BufferLayer)]
+        self._counted = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+        self._is_plain = len(self._buffers) == len(layers)
         self._snapshots = None if self._is_plain else Snapshots(self.cache)
         self._length = 0
 
@@ -189,13 +180,12 @@ class CachedModel:
         self._length = length
         self._check_lengths()
 
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "rows vocab"]:
+    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Logits:
         """Append tokens to the text: the logits after each of the last `num_rows` of them, in the model's dtype."""
         assert 1 <= num_rows <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens"
         self._check_side(len(new_tokens) - num_rows + 1, self._length + len(new_tokens))
-        if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
-            return self._feed_text(new_tokens, num_rows)
-        with torch.inference_mode():
+        # the loop enters it once a round: entering costs as much as a softmax
+        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
             return self._feed_text(new_tokens, num_rows)
 
     @torch.inference_mode()
@@ -205,7 +195,7 @@ class CachedModel:
         return self._feed(token.view(1, 1).to(self.device), self._next_positions(1), 1)
 
     @torch.inference_mode()
-    def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
+    def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Logits:
         """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those that are:
         the logits after the last of the tokens, if there are any, and after each new node.
         """
@@ -217,10 +207,8 @@ class CachedModel:
             new_tokens = new_tokens[-1:]
         ids = [*new_tokens, *tree.tokens[num_cached:]]
         positions, mask = tree_feed(tree, num_cached, num_text, num_pending=len(new_tokens))
-        inputs = {
-            "position_ids": positions[None].to(self.device),
-            "attention_mask": additive(mask, self.model.dtype)[None, None].to(self.device),
-        }
+        inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self.model.dtype)[None, None]}
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
         num_rows = len(tree) - num_cached + bool(new_tokens)
         logits = self._feed(torch.tensor([ids], device=self.device), inputs, num_rows)
         self._tree = tree
@@ -237,17 +225,13 @@ class CachedModel:
         self._check_lengths()
 
     def _check_side(self, num_first: int, end: int) -> None:
-        """Raise ValueError if the text, with `end` tokens after the forward, crosses a RoPE switch; `num_first` of them
-        are read at once if none is cached.
-        """
-        if self._rope_switch is None:
-            return
+        """Raise ValueError if a text of `end` tokens, at first `num_first` of them at once, crosses a RoPE switch."""
         if self._length == 0:
             self._is_long = self._rope_switch.is_long(num_first)
         if end > self._rope_switch.bound and not self._is_long:
             raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
 
-    def _feed_text(self, fed: Sequence[int], num_rows: int) -> Float[Tensor, "rows vocab"]:
+    def _feed_text(self, fed: Sequence[int], num_rows: int) -> Logits:
         if not (self.one_token_at_a_time and len(fed) > 1):
             ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self.device)
             return self._feed(ids, self._next_positions(len(fed)), num_rows)
@@ -267,9 +251,7 @@ class CachedModel:
             self._positions = torch.arange(2 * end, device=self.device)[None]
         return {"position_ids": self._positions[:, self._length : end]}
 
-    def _feed(
-        self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int
-    ) -> Float[Tensor, "rows vocab"]:
+    def _feed(self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int) -> Logits:
         """One forward of tokens with positions, and perhaps a mask; all that extends the cache passes here."""
         if self._snapshots is not None:
             self._snapshots.take(self._length)
@@ -285,17 +267,18 @@ class CachedModel:
 
     def _run(
         self, ids: Int[Tensor, "1 fed"], inputs: Mapping[str, Tensor], num_rows: int
-    ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "fed hidden"] | None]:
+    ) -> tuple[Logits, Float[Tensor, "fed hidden"] | None]:
         """(logits of the last rows, hidden states of all rows if the model is body and head)."""
         if self._parts is not None:
-            states = self._parts.body(
-                input_ids=ids, past_key_values=self.cache, use_cache=True, **inputs
-            ).last_hidden_state[0]
+            body, head = self._parts
+            states = body(input_ids=ids, past_key_values=self.cache, use_cache=True, **inputs).last_hidden_state[0]
             self.hidden = states[-num_rows:]
-            return self._parts.head(self.hidden), states
+            return head(self.hidden), states
         # without positions, some families count from 0 in every forward
         settings = self.accepted(past_key_values=self.cache, cache_params=self.cache, logits_to_keep=num_rows, **inputs)
-        with recorded([lm_head_of(self.model)] if self.with_hidden else [], inputs=True) as head_inputs:
+        with forwards.recorded(
+            [forwards.lm_head_of(self.model)] if self.with_hidden else [], inputs=True
+        ) as head_inputs:
             logits = self.model(input_ids=ids, use_cache=True, **settings).logits[0, -num_rows:]
         self.hidden = head_inputs.get(0)
         return logits, None
@@ -307,6 +290,6 @@ class CachedModel:
     def _check_lengths(self) -> None:
         """Check law 4.5 on every layer that counts tokens; a layer never written to shares another layer's keys."""
         for index, layer in self._counted:
-            if layer.get_seq_length() != self._length and layer.is_initialized:
-                held = f"layer {index} ({type(layer).__name__}) of the cache holds {layer.get_seq_length()} tokens"
+            if (length := layer.get_seq_length()) != self._length and layer.is_initialized:
+                held = f"layer {index} ({type(layer).__name__}) of the cache holds {length} tokens"
                 raise AssertionError(f"{held} and the model has {self._length}")

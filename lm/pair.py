@@ -67,8 +67,7 @@ class Pair:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
-        eos_id = self.tokenizer.eos_token_id
-        return eos_ids_of(self.target.generation_config) or frozenset([] if eos_id is None else [eos_id])
+        return eos_ids_of(self.target.generation_config) or eos_ids_of(self.tokenizer)
 
 
 def vocab_size_of(tokenizer: PreTrainedTokenizerBase, of_target: PretrainedConfig | None = None) -> int:
@@ -102,12 +101,12 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(config.target)
     ids = tokenizer.get_vocab()
     for name, source in _sources(config).items():
-        other_ids = load_tokenizer(source).get_vocab()
-        if differing := sorted({token for token, _ in ids.items() ^ other_ids.items()}):
-            token = differing[0]
+        others = load_tokenizer(source).get_vocab()
+        if differing := {token for token, _ in ids.items() ^ others.items()}:
+            token = min(differing)
             raise ValueError(
                 f"the tokenizers of target {config.target.path} and {name} {source.path} differ in {len(differing)} "
-                f"tokens, first {token!r}: id {ids.get(token)} against {other_ids.get(token)}; speculative decoding "
+                f"tokens, first {token!r}: id {ids.get(token)} against {others.get(token)}; speculative decoding "
                 "needs one token -> id map, choose models of one family"
             )
     return tokenizer
@@ -149,14 +148,8 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     """
     settings = _settings_of(source, device=device)
     with _reading(source, "config.json or weights"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.path,
-            **repository_of(source),
-            dtype=source.dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **settings,
-        )
+        settings |= repository_of(source) | {"use_safetensors": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **settings)
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
         raise ValueError(
@@ -165,8 +158,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
         )
     layers = {"output layer": model.get_output_embeddings(), "input embeddings": model.get_input_embeddings()}
     for part, layer in layers.items():  # accelerate has offloaded those, and their weights are read directly
-        weight = getattr(layer, "weight", None)
-        if weight is not None and weight.device.type == "meta":
+        if getattr(getattr(layer, "weight", None), "is_meta", False):
             raise ValueError(
                 f"the weight of the {part} of {source.path} did not fit and was offloaded (device_map "
                 f"{source.device_map!r}; it is on meta), and every position needs it; give it its own device in "
@@ -184,10 +176,10 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 def repository_of(source: ModelSource) -> dict[str, Any]:
     """Arguments of every `from_pretrained`: the revision, and whether the repository's code may run."""
-    is_pinned = Path(source.path).is_dir() or re.fullmatch("[0-9a-f]{40}", source.revision or "")
-    if source.trust_remote_code and not is_pinned:
-        _warn_of_moving_code(source.path, source.revision or "main")
-    return {"revision": source.revision or "main", "trust_remote_code": source.trust_remote_code}
+    revision = source.revision or "main"
+    if source.trust_remote_code and not (Path(source.path).is_dir() or re.fullmatch("[0-9a-f]{40}", revision)):
+        _warn_of_moving_code(source.path, revision)
+    return {"revision": revision, "trust_remote_code": source.trust_remote_code}
 
 
 @cache
@@ -200,9 +192,8 @@ def _warn_of_moving_code(path: str, revision: str) -> None:
 
 
 def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if source.attn_implementation is not None:
-        settings["attn_implementation"] = source.attn_implementation
+    attention = source.attn_implementation
+    settings: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if source.tp_plan is not None:
         return settings | {"distributed_config": slicing_of(source, load_config(source))}
     device_map = source.device_map if device is None else str(device)
@@ -258,12 +249,8 @@ def weight_bytes(source: ModelSource) -> float:
     num_bits = next((fields[name] for name in ("bits", "nbits", "w_bit") if name in fields), num_bits)
     # a quantised layer has a scale of half a byte per eight weights
     layer_width = width if source.quantization is None else min(width, num_bits / 8 + 4 / 64)
-    tables = {
-        id(weight): weight.numel()
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings())
-        for weight in (layer.get_parameter("weight"),)
-    }
-    num_in_tables = sum(tables.values())
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    num_in_tables = sum(weight.numel() for weight in {layer.get_parameter("weight") for layer in layers})
     return float(num_in_tables * width + (model.num_parameters() - num_in_tables) * layer_width)
 
 
@@ -319,8 +306,7 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
 
 def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise ValueError if the model lacks logits for a token that may be emitted."""
-    width = num_logits_of(model)
-    if width < vocab_size:
+    if (width := num_logits_of(model)) < vocab_size:
         raise ValueError(
             f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own "
             "tokenizer"

@@ -25,9 +25,7 @@ def sliced_models(pair: PairConfig) -> tuple[str, ...]:
 
 
 def slices_of(whose: str) -> tuple[int, int]:
-    """(rank of this process, number of processes that hold slices); ValueError if torchrun did not start it, and
-    tp_plan of `whose` model needs that.
-    """
+    """(rank, number of slices) of this process; ValueError, naming `whose` tp_plan, if torchrun did not start it."""
     rank, num = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     if not (rank.isdigit() and num.isdigit() and os.environ.get("MASTER_ADDR")):
         raise ValueError(

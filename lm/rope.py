@@ -8,6 +8,7 @@ refused. With `dynamic` frequencies every length beyond the bound, which is the 
 text may exceed it.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 class RopeSwitch(NamedTuple):
-    """How the frequencies of a model, named by its class, change beyond `bound` tokens of its text."""
+    """How the frequencies of a model, named by its class, change beyond `bound` tokens of its text; inf: never."""
 
     model: str
-    rope_type: str
-    bound: int
+    rope_type: str = "default"
+    bound: float = math.inf
 
     def is_long(self, num_prompt: int) -> bool:
         """True if a text with such a prompt is read with the long frequencies from its first token on."""
@@ -33,15 +34,15 @@ class RopeSwitch(NamedTuple):
         )
 
 
-def rope_switch_of(model: PreTrainedModel) -> RopeSwitch | None:
-    """How the frequencies of `model` change; None if they do not; ValueError if layers change at different lengths."""
-    bounds = dict(_bounds(model.config.get_text_config()))
+def rope_switch_of(model: PreTrainedModel) -> RopeSwitch:
+    """How the frequencies of `model` change; ValueError if layers change at different lengths."""
+    name, bounds = type(model).__name__, dict(_bounds(model.config.get_text_config()))
     if len(bounds) > 1:
         raise ValueError(
-            f"{type(model).__name__} has layers that change their rotary frequencies at "
-            f"{' and '.join(map(str, sorted(bounds)))} tokens; choose another model"
+            f"{name} has layers that change their rotary frequencies at {' and '.join(map(str, sorted(bounds)))} "
+            "tokens; choose another model"
         )
-    return next((RopeSwitch(type(model).__name__, rope_type, bound) for bound, rope_type in bounds.items()), None)
+    return next((RopeSwitch(name, rope_type, bound) for bound, rope_type in bounds.items()), RopeSwitch(name))
 
 
 def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> bool:
@@ -49,11 +50,10 @@ def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, su
     else return whether it is long. The message begins with `subject`, which says what has so many tokens.
     """
     switch = rope_switch_of(model)
-    if switch is None:
-        return False
-    if num_fed > switch.bound and not switch.is_long(num_prompt):
+    is_long = switch.is_long(num_prompt)
+    if num_fed > switch.bound and not is_long:
         raise switch.refusal(subject, remedy)
-    return switch.is_long(num_prompt)
+    return is_long
 
 
 def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
@@ -62,9 +62,8 @@ def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
     nested: Iterable[Any] = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in nested or [rope]:
         rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
-        original = parameters.get(
-            "original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None)
-        )
+        name = "original_max_position_embeddings"
+        original = parameters.get(name, getattr(config, name, None))
         # PhiMoE scales by another factor beyond the bound, with RoPE parameters of any type
         if original is not None and (rope_type == "longrope" or "long_mscale" in parameters):
             yield int(original), "longrope"

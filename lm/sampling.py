@@ -17,12 +17,13 @@ from jaxtyping import Bool, Float
 from torch import LongTensor, Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+Positions = Float[Tensor, "*position vocab"]
+Rows = Float[Tensor, "rows vocab"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REMEDY = "load it as float32 or bfloat16, or check its weights"
 """The remedy for logits that are not finite."""
 _NUM_LIKELIEST = 256
 """Tokens that hold top-p's mass in nearly every distribution of a language model."""
-_MIN_TEMPERATURE = 1e-30
 _MARGIN = 1e-5
 """Mass around top-p within which the rounding of another order of sums could decide otherwise."""
 
@@ -35,9 +36,7 @@ class QuickTopP(TopPLogitsWarper):
     token kept and the first left out are equally likely.
     """
 
-    def __call__(
-        self, input_ids: LongTensor | None, scores: Float[Tensor, "rows vocab"]
-    ) -> Float[Tensor, "rows vocab"]:
+    def __call__(self, input_ids: LongTensor | None, scores: Rows) -> Rows:
         is_short = scores.shape[-1] <= 4 * _NUM_LIKELIEST
         if is_short or scores.device.type != "cpu" or torch.compiler.is_compiling():
             return super().__call__(input_ids, scores)
@@ -66,10 +65,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 is greedy)")
-        if 0 < self.temperature < _MIN_TEMPERATURE:
+        if 0 < self.temperature < 1e-30:
             raise ValueError(
-                f"temperature is {self.temperature}, and logits divided by less than {_MIN_TEMPERATURE} exceed "
-                "float32; set it to 0, which is greedy"
+                f"temperature is {self.temperature}, and logits divided by less than 1e-30 exceed float32; set it to "
+                "0, which is greedy"
             )
         if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
@@ -88,14 +87,14 @@ class Sampling:
     def of(cls, processors: Sequence[object]) -> "Sampling | None":
         """The sampling equal to a list of transformers' processors; None if it has others than the three warpers."""
         names = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
-        kinds = [type(processor) for processor in processors]
-        is_plain = all(
-            getattr(warper, "filter_value", -torch.inf) == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
-            for warper in processors
-        )
+        kinds = [type(warper) for warper in processors]
+        usual = ("filter_value", -torch.inf), ("min_tokens_to_keep", 1)
+        is_plain = all(getattr(warper, name, value) == value for warper in processors for name, value in usual)
         if not is_plain or kinds != [kind for kind in names if kind in kinds]:
             return None
-        return Sampling(**{names[type(warper)]: getattr(warper, names[type(warper)]) for warper in processors})
+        return Sampling(
+            **{names[kind]: getattr(warper, names[kind]) for kind, warper in zip(kinds, processors, strict=True)}
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -121,9 +120,7 @@ class Sampling:
         """The three settings, for manifests and head configs."""
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
-    def probs(
-        self, logits: Float[Tensor, "*position vocab"], dtype: torch.dtype | None = None
-    ) -> Float[Tensor, "*position vocab"]:
+    def probs(self, logits: Positions, dtype: torch.dtype | None = None) -> Positions:
         """The distribution that tokens are drawn from, one row per position. -inf marks impossible tokens. `dtype` is
         of result and arithmetic, torch.float32 or torch.float64; None: float64 for float64 logits, else float32.
         """
@@ -138,13 +135,11 @@ class Sampling:
             logits = rows.reshape(logits.shape)
         return logits.softmax(-1)
 
-    def processed(self, logits: Float[Tensor, "rows vocab"], token_ids: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    def processed(self, logits: Rows, token_ids: Sequence[int]) -> Rows:
         """Logits of the last rows of a sequence, as `probs` takes them; subclasses may read the tokens."""
         return logits
 
-    def dists(
-        self, logits: Float[Tensor, "rows vocab"], text: Sequence[int] = (), draft: Sequence[int] = ()
-    ) -> Float[Tensor, "rows vocab"]:
+    def dists(self, logits: Rows, text: Sequence[int] = (), draft: Sequence[int] = ()) -> Rows:
         """Distributions that tokens are drawn from (`lm.draws`): `probs` of the processed logits of the last rows of a
         sequence, or at temperature 0 these logits. Its tokens, `text` and `draft`, are read unless `sees_no_tokens`.
         """

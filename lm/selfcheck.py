@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,16 +36,10 @@ from transformers import DynamicCache, PreTrainedModel
 from lm.forwards import device_of
 from lm.masks import Tree
 
-
-class Limits(NamedTuple):
-    """The largest error of a row, and of the median row of a feed."""
-
-    row: float = math.inf
-    median: float = math.inf
-
-
-_EXACT, _TF32, _STATES = Limits(2e-4), Limits(2e-2), Limits(0.5)
-_HALF = {"chain": Limits(median=0.2), "states": _STATES, "few rows": Limits(0.5, 0.2)}
+Limits = tuple[float, float]
+"""The largest error of a row, and of the median row of a feed."""
+_EXACT, _TF32, _STATES = (2e-4, math.inf), (2e-2, math.inf), (0.5, math.inf)
+_HALF = {"chain": (math.inf, 0.2), "states": _STATES, "few rows": (0.5, 0.2)}
 _NUM_MEDIAN_ROWS = 5
 """Rows of the shortest feed that has its own median; all shorter feeds share one."""
 _CHAIN_LENGTH = 150
@@ -77,7 +71,8 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary
 Refusal = Callable[[str], ValueError]
 Cached = Any
 """A `CachedModel`, whose module imports this one."""
-Feeds = Iterable[tuple[Float[Tensor, "row width"], Float[Tensor, "row width"]]]
+Rows = Float[Tensor, "row width"]
+Feeds = Iterable[tuple[Rows, Rows]]
 """(rows of a feed, rows of plain forwards) of each feed."""
 Plan = Callable[[int], Feeds]
 """The feeds of a text, by its seed, 0 or 1."""
@@ -89,13 +84,10 @@ def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
 
 
 def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
-    """Raise ValueError unless the feeds of a plan of few rows give what plain forwards give. A model that passed `way`,
-    the way to feed in the plural, is not tested again.
-    """
+    """Raise ValueError unless the feeds of a plan give what plain forwards give; a model passes each `way` once."""
     passed, seeds = _PASSED.setdefault(model, {}), (0, 1) if model.dtype != torch.float64 else (0,)
     if way not in passed:
-        error = _error(plan, way, refusal, _limits(model, "few rows"), seeds=seeds)
-        if error is not None:
+        if (error := _error(plan, way, refusal, _limits(model, "few rows"), seeds=seeds)) is not None:
             raise refusal(f"{way} change its outputs by {error:.2g} of their spread")
         passed[way] = False
 
@@ -119,8 +111,7 @@ def check_cache(cached: Cached) -> None:
 def check_tree(cached: Cached) -> None:
     """Raise ValueError unless each node of a tree in the cache has the logits of its path alone."""
     refusal = refusal_of(cached.model, "hold a tree of drafts", "only full attention can: draft chains with this model")
-    others = {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}
-    if others:
+    if others := {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}:
         raise refusal(f"its cache has {', '.join(sorted(others))}")
     check(cached.model, "nodes of a tree", partial(_tree_feeds, cached), refusal)
     cached.reset()
@@ -175,8 +166,8 @@ def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
     num_heads = getattr(config, "index_n_heads", _MIN_INDEXER_HEADS)
     # DeepSeek's indexer, which has a ReLU
     if num_indexed is not None and num_indexed < max_length and num_heads < _MIN_INDEXER_HEADS:
-        subject = f"its indexer of {num_heads} heads keeps {num_indexed} keys of texts up to {max_length:.0f} tokens"
-        raise refusal(f"{subject}, and scores of 0 tie")
+        kept = f"keeps {num_indexed} keys of texts up to {max_length:.0f} tokens"
+        raise refusal(f"its indexer of {num_heads} heads {kept}, and scores of 0 tie")
 
 
 def _chain_feeds(cached: Cached, seed: int) -> Feeds:
@@ -230,23 +221,19 @@ def _text(cached: Cached, length: int, seed: int) -> list[int]:
 
 
 def ids_of_plan(model: PreTrainedModel, tokens: Iterable[int], seed: int) -> list[int]:
-    """Ids for the small numbers of a plan: the lowest ids, or for a second text ids of words. High ones may stand for
-    images.
-    """
+    """Ids for the numbers of a plan: the lowest, or for a second text those of words; high ones may be images."""
     num_ids = model.config.get_text_config().vocab_size
     return [(_FIRST_WORD * min(seed, 1) + token) % num_ids for token in tokens]
 
 
-def _generated(cached: Cached, tokens: Sequence[int]) -> Float[Tensor, "position vocab"]:
+def _generated(cached: Cached, tokens: Sequence[int]) -> Rows:
     """The logits that `generate` sees: of a prompt, and then of one token at a time."""
     cache, num_prompt = DynamicCache(config=cached.model.config), chain_plan(len(tokens), has_states=True)[0][1]
     feeds = pairwise((0, *range(num_prompt, len(tokens) + 1)))
     return torch.cat([_logits(cached, tokens[start:end], start, cache) for start, end in feeds])
 
 
-def _logits(
-    cached: Cached, tokens: Sequence[int], start: int = 0, cache: DynamicCache | None = None
-) -> Float[Tensor, "position vocab"]:
+def _logits(cached: Cached, tokens: Sequence[int], start: int = 0, cache: DynamicCache | None = None) -> Rows:
     """Logits of the model's own forward of tokens from position `start` on; None: without a cache."""
     ids = torch.tensor([tokens], device=cached.device)
     positions = torch.arange(start, start + len(tokens), device=cached.device)[None]
@@ -254,7 +241,7 @@ def _logits(
     return cached.model(input_ids=ids, use_cache=cache is not None, **settings).logits[0, :, : cached.vocab_size]
 
 
-def row_errors(rows: Float[Tensor, "row width"], expected: Float[Tensor, "row width"]) -> Float[Tensor, " row"]:
+def row_errors(rows: Rows, expected: Rows) -> Float[Tensor, " row"]:
     """The error of each row; 0 if the expected row is not finite: such rows are refused when they are decoded."""
     expected = expected.to(rows.device)
     spread = expected.float().std(-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -280,9 +267,9 @@ def _error(plan: Plan, way: str, refusal: Refusal, limits: Limits, *, seeds: Seq
         groups += [error for error in errors if len(error) >= _NUM_MEDIAN_ROWS]
         row = max((float(group.max()) for group in groups), default=0.0)
         median = max((float(group.median()) for group in groups), default=0.0)
-        if row <= limits.row and median <= limits.median:
+        if row <= limits[0] and median <= limits[1]:
             return None
-        largest.append(median if limits.row == math.inf else row)
+        largest.append(median if limits[0] == math.inf else row)
     return min(largest)
 
 

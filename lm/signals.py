@@ -18,6 +18,11 @@ from torch import Tensor
 
 from lm.draws import array_of
 
+Row = Float[Tensor, " vocab"]
+Rows = Float[Tensor, "position vocab"]
+Logits = Float[Tensor, "*position vocab"]
+Numbers = Float[Tensor, "*position"]
+Ids = Int[Tensor, " position"]
 POSITION = "text_position"
 """Scalar of a token's index in its response."""
 _NUM_TOP = 10
@@ -29,15 +34,13 @@ def upcast(values: Tensor) -> Tensor:
     return values if values.itemsize >= 4 else values.float()
 
 
-def entropy(logits: Float[Tensor, "*position vocab"]) -> Float[Tensor, "*position"]:
+def entropy(logits: Logits) -> Numbers:
     """H = -sum_v softmax(logits)_v log softmax(logits)_v >= 0, in nats, float32 or wider."""
     log_probs = upcast(logits).log_softmax(-1)
     return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # else -1e-7 for a near-certain token
 
 
-def cross_entropy(
-    q_logits: Float[Tensor, "*position vocab"], p_logits: Float[Tensor, "*position vocab"]
-) -> Float[Tensor, "*position"]:
+def cross_entropy(q_logits: Logits, p_logits: Logits) -> Numbers:
     """H(q, p) = -sum_v q_v log p_v >= H(q), in nats, float32 or wider. SVIP (2411.18462) bounds acceptance by it."""
     q, log_p = upcast(q_logits).log_softmax(-1).exp(), upcast(p_logits).log_softmax(-1)
     return -(q * log_p.clamp_min(-1e4)).sum(-1)
@@ -50,12 +53,8 @@ class Scalar(NamedTuple):
     """Its formula as model cards print it."""
     reads_token: bool
     """Whether it depends on y. If not, it is known before y is drawn, so a prefix head may read it."""
-    formula: Callable[[Float[Tensor, "position vocab"], Int[Tensor, " position"]], Float[Tensor, " position"]]
+    formula: Callable[[Rows, Ids], Float[Tensor, " position"]]
     """From logits of q in float32 or wider and y (`POSITION`: response tokens before y), position by position."""
-
-
-def _log_token_prob(logits: Tensor, token: Tensor) -> Tensor:
-    return logits.gather(-1, token.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
@@ -65,7 +64,9 @@ def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
 
 
 SCALARS = {
-    "log_token_prob": Scalar("log q(y)", True, _log_token_prob),
+    "log_token_prob": Scalar(
+        "log q(y)", True, lambda logits, y: logits.gather(-1, y.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    ),
     "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
     POSITION: Scalar("log(1 + response tokens before y)", False, lambda logits, count: count.to(logits.dtype).log1p()),
 }
@@ -80,10 +81,7 @@ def stored_scalars() -> tuple[str, ...]:
 
 
 def signals_of(
-    logits: Float[Tensor, "position vocab"],
-    token: Int[Tensor, " position"],
-    names: Iterable[str] | None = None,
-    count: Int[Tensor, " position"] | None = None,
+    logits: Rows, token: Ids, names: Iterable[str] | None = None, count: Ids | None = None
 ) -> dict[str, Float[Tensor, " position"]]:
     """The named signals of drawn tokens (None: the stored scalars), from the draft's logits before truncation and
     temperature; `POSITION` needs `count`, the tokens of the response before each token.
@@ -102,13 +100,7 @@ class TokenStats(NamedTuple):
     log_token_prob: float
 
 
-def token_stats(
-    logits: Float[Tensor, " vocab"],
-    token_id: int,
-    *,
-    probs: Float[Tensor, " vocab"] | None = None,
-    has_entropy: bool = True,
-) -> TokenStats:
+def token_stats(logits: Row, token_id: int, *, probs: Row | None = None, has_entropy: bool = True) -> TokenStats:
     """`signals_of` one token on the CPU, in numpy, whose calls on single rows cost a fraction of torch's. `probs`:
     softmax(logits), if it is known; without `has_entropy` the entropy is 0.
     """

@@ -23,6 +23,8 @@ from torch.nn import functional
 from lm.draws import GreedySampler, RandomSampler, Sampler, array_of
 from lm.masks import ROOT, Tree
 
+Probs = Float[Tensor, "*draft vocab"]
+Numbers = Float[Tensor, "*draft"]
 Rows = Float[Tensor, "rows vocab"]
 """The target's distributions at the positions of a draft's tokens, and at the one after."""
 Drawn = Sequence[Float[Tensor, " _"]]
@@ -36,20 +38,18 @@ class Verdict(NamedTuple):
     next_token: int
 
 
-def acceptance_prob(
-    tokens: Int[Tensor, "*draft"], q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]
-) -> Float[Tensor, "*draft"]:
+def acceptance_prob(tokens: Int[Tensor, "*draft"], q: Probs, p: Probs) -> Numbers:
     """min(1, p(y) / q(y)) of each token y under its own row of q and p; 0 where p(y) = 0."""
     index = tokens.unsqueeze(-1)
     return (p.gather(-1, index) / q.gather(-1, index)).squeeze(-1).clamp_(max=1.0).nan_to_num_(0.0)
 
 
-def acceptance_rate(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft"]:
+def acceptance_rate(q: Probs, p: Probs) -> Numbers:
     """sum_v min(p(v), q(v)) = 1 - TV(p, q): the probability that a token drawn from q is accepted."""
     return torch.minimum(p, q).sum(-1).clamp(max=1.0)
 
 
-def residual_probs(q: Float[Tensor, "*draft vocab"], p: Float[Tensor, "*draft vocab"]) -> Float[Tensor, "*draft vocab"]:
+def residual_probs(q: Probs, p: Probs) -> Probs:
     """norm(max(0, p - q)); p where that mass is zero (p = q, where a rejection has probability zero)."""
     excess = (p - q).clamp_(min=0.0)
     mass = excess.sum(-1, keepdim=True)
@@ -67,9 +67,7 @@ def revealed_probs(num_accepted: int, tokens: Sequence[int], q: Drawn, p: Rows, 
 
 
 def next_dist(num_accepted: int, q: Drawn, p: Rows, draws: Sampler) -> Float[Tensor, " vocab"]:
-    """Distribution of the token after the accepted ones: the residual after a rejection, else p (the bonus token).
-    One-hot distributions that disagree have the residual p.
-    """
+    """Distribution of the next token: the residual after a rejection (p where one-hot rows disagree), else p."""
     row = p[num_accepted]
     if num_accepted == len(q) or isinstance(draws, GreedySampler):
         return row

@@ -19,6 +19,7 @@ from lm.masks import visible
 Nodes = Int[Tensor, "batch node"]
 """Token ids, or positions."""
 States = Float[Tensor, "batch node hidden"]
+Wide = Float[Tensor, "batch node _"]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of RoPE, one row per position."""
 Mask = Bool[Tensor, "1 1 node cached"]
@@ -86,9 +87,8 @@ class FeatureDraft(nn.Module):
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
             rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
-            self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=self.device, dtype=self.dtype)
-            self.lm_head.load_state_dict({"weight": rows})
-            self.lm_head.requires_grad_(False)
+            self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+            self.lm_head.weight = nn.Parameter(rows.to(self.device, self.dtype), requires_grad=False)
         return self
 
     def is_bound_to(self, target: PreTrainedModel) -> bool:
@@ -137,12 +137,17 @@ def causal(tokens: Nodes, cache: Cache | None, device: torch.device) -> Mask | N
     return visible(torch.arange(num_cached, end, device=device), end)[None, None]
 
 
+def decoder_layer(config: LlamaConfig | Qwen3Config, index: int) -> Any:
+    """Llama's or Qwen3's layer."""
+    return (Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer)(config, index)
+
+
 class DraftLayer(nn.Module):
     """Llama's or Qwen3's layer after its first norm; its attention's input may be wider than the residual stream."""
 
     def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
-        layer: Any = Qwen3DecoderLayer(config, 0) if isinstance(config, Qwen3Config) else LlamaDecoderLayer(config, 0)
+        layer = decoder_layer(config, 0)
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.post_attention_layernorm = layer.post_attention_layernorm
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -150,13 +155,7 @@ class DraftLayer(nn.Module):
             setattr(self.self_attn, name, nn.Linear(input_size, width, bias=qkv_bias))
 
     def forward(
-        self,
-        inputs: Float[Tensor, "batch node input"],
-        residual: States,
-        *,
-        rotation: Rotation,
-        mask: Mask | None,
-        cache: Cache | None,
+        self, inputs: Wide, residual: States, *, rotation: Rotation, mask: Mask | None, cache: Cache | None
     ) -> States:
         """The residual stream after the layer."""
         attended, _ = self.self_attn(inputs, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)

@@ -31,6 +31,12 @@ from lm.features.base import FeatureDraft, Rotation, num_logits_of
 from lm.masks import visible
 from lm.signals import upcast
 
+Positions = Int[Tensor, "batch block"]
+Blocks = Float[Tensor, "batch block draft hidden"]
+Masks = Bool[Tensor, "batch 1 node cached"]
+Hidden = Float[Tensor, "*block hidden"]
+Previous = Int[Tensor, "*block"]
+Wide = Float[Tensor, "*draft wide"]
 Memory = Tensor | None
 """What a Markov head carries from token to token; None before the first, and if it carries nothing."""
 
@@ -40,9 +46,7 @@ MARKOV_HEADS = {"vanilla": 1, "gated": 2, "rnn": 2}
 
 
 class MarkovHead(nn.Module):
-    """A bias that follows from the previous token alone (vanilla), also from the state (gated), or from every token of
-    the block so far (rnn).
-    """
+    """A bias from the previous token (vanilla), also from the state (gated), or from all of the block so far (rnn)."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -54,9 +58,7 @@ class MarkovHead(nn.Module):
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
-    def step(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block parts"], Memory]:
+    def step(self, states: Hidden, previous: Previous, memory: Memory) -> tuple[Float[Tensor, "*block parts"], Memory]:
         """(what `hidden` has beside the state, memory for the next token)."""
         embedded = self.markov_w1(previous)
         if self.kind == "vanilla":
@@ -133,14 +135,7 @@ class DSpark(FeatureDraft):
         for layer in self.layers:
             layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`
 
-    def block(
-        self,
-        anchors: Int[Tensor, "batch block"],
-        positions: Int[Tensor, "batch block"],
-        *,
-        cache: Cache,
-        mask: Bool[Tensor, "batch 1 node cached"] | None = None,
-    ) -> Float[Tensor, "batch block draft hidden"]:
+    def block(self, anchors: Positions, positions: Positions, *, cache: Cache, mask: Masks | None = None) -> Blocks:
         """The states of blocks with these first tokens, in one forward, which appends them to the cache, after the
         context (`remember`). `mask` has the entries that each token sees, block after block; None: everything.
         """
@@ -159,11 +154,8 @@ class DSpark(FeatureDraft):
         return self.norm(states).unflatten(1, (-1, self.num_inputs))[..., -self.block_size :, :]
 
     def on_text(
-        self,
-        features: Float[Tensor, "batch token feature"],
-        tokens: Int[Tensor, "batch token"],
-        positions: Int[Tensor, "batch block"],
-    ) -> Float[Tensor, "batch block draft hidden"]:
+        self, features: Float[Tensor, "batch token feature"], tokens: Int[Tensor, "batch token"], positions: Positions
+    ) -> Blocks:
         """The states of blocks of whole texts, as training needs them; a block sees only the text before its anchor.
         `positions` are those of the anchors.
         """
@@ -172,21 +164,17 @@ class DSpark(FeatureDraft):
         mask = block_mask(positions, features.shape[1], self.num_inputs)
         return self.block(tokens.gather(1, positions), positions, cache=cache, mask=mask)
 
-    def joined(
-        self, states: Float[Tensor, "*block draft hidden"], previous: Int[Tensor, "*block draft"]
-    ) -> Float[Tensor, "*block draft wide"]:
+    def joined(self, states: Hidden, previous: Previous) -> Float[Tensor, "*block wide"]:
         """`hidden` of whole blocks; `previous`: the token before each drafted one."""
         if self.markov_head is None or self.markov_head.kind != "rnn":
             return self.follow(states, previous, None)[0]
         hidden, memory = [], None
-        for index in range(states.shape[-2]):
-            wide, memory = self.follow(states[..., index, :], previous[..., index], memory)
+        for state, token in zip(states.unbind(-2), previous.unbind(-1), strict=True):
+            wide, memory = self.follow(state, token, memory)
             hidden.append(wide)
         return torch.stack(hidden, -2)
 
-    def follow(
-        self, states: Float[Tensor, "*block hidden"], previous: Int[Tensor, "*block"], memory: Memory
-    ) -> tuple[Float[Tensor, "*block wide"], Memory]:
+    def follow(self, states: Hidden, previous: Previous, memory: Memory) -> tuple[Float[Tensor, "*block wide"], Memory]:
         """(`hidden` of one token of some blocks, memory for the next token)."""
         if self.markov_head is None:
             return states, None
@@ -197,16 +185,16 @@ class DSpark(FeatureDraft):
         """Logits without the previous token's bias."""
         return super().logits(states)
 
-    def bias(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft vocab"]:
+    def bias(self, hidden: Wide) -> Float[Tensor, "*draft vocab"]:
         """What the previous token adds to the logits."""
         if self.markov_head is None:
             return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
         return self.widened(self.markov_head.bias(hidden), 0.0)
 
-    def logits(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft vocab"]:
+    def logits(self, hidden: Wide) -> Float[Tensor, "*draft vocab"]:
         return self.base(hidden[..., : self.config.hidden_size]) + self.bias(hidden)
 
-    def confidence(self, hidden: Float[Tensor, "*draft wide"]) -> Float[Tensor, "*draft"]:
+    def confidence(self, hidden: Wide) -> Float[Tensor, "*draft"]:
         """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
         return upcast(self.confidence_head(hidden[..., : self._confidence_size]).squeeze(-1))
@@ -217,9 +205,7 @@ def markov_width(rank: int, kind: str | None) -> int:
     return rank * MARKOV_HEADS[kind] if rank and kind else 0
 
 
-def block_mask(
-    positions: Int[Tensor, "batch block"], num_text: int, block_size: int
-) -> Bool[Tensor, "batch 1 node cached"]:
+def block_mask(positions: Positions, num_text: int, block_size: int) -> Masks:
     """Mask of blocks after the context of a text: each sees the text before its anchor, and itself.
 
     Worked example: with a text of 3 and blocks of 2 at positions 1 and 2, the rows are 1001100 twice and 1100011 twice.
@@ -229,9 +215,7 @@ def block_mask(
     return visible(positions.repeat_interleave(block_size, 1) - 1, num_text, in_block)[:, None]
 
 
-def window_mask(
-    config: Qwen3Config, positions: Int[Tensor, "batch block"], num_text: int
-) -> Bool[Tensor, "batch 1 node cached"]:
+def window_mask(config: Qwen3Config, positions: Positions, num_text: int) -> Masks:
     """Mask of what a sliding layer may see of a text and of all blocks, beside the block's own limits.
 
     A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`, each of
@@ -240,13 +224,9 @@ def window_mask(
     """
     assert config.sliding_window is not None, "loading refuses sliding layers without a window"
     steps = torch.arange(config.block_size, device=positions.device)
-    first = positions[..., None] - config.sliding_window + torch.zeros_like(steps)
-    if getattr(config, "window_follows_token", False):
-        first = first + steps + 1
+    first = positions[..., None] - config.sliding_window + (steps + 1) * getattr(config, "window_follows_token", False)
     in_text = torch.arange(num_text, device=positions.device) >= first.flatten(1)[..., None]
-    in_block = steps <= steps[:, None]
-    if getattr(config, "sliding_window_non_causal", False):
-        in_block = torch.ones_like(in_block)
+    in_block = (steps <= steps[:, None]) | bool(getattr(config, "sliding_window_non_causal", False))
     num_blocks = positions.shape[1]
     in_blocks = in_block.repeat(num_blocks, num_blocks).expand(len(positions), -1, -1)
     return torch.cat([in_text, in_blocks], -1)[:, None]

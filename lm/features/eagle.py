@@ -19,10 +19,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from lm.features.base import DraftLayer, FeatureDraft, Mask, Nodes, Outputs, States, causal
+from lm.features.base import DraftLayer, FeatureDraft, Mask, Nodes, Outputs, States, causal, decoder_layer
 
 
 class Eagle(FeatureDraft):
@@ -46,22 +45,19 @@ class Eagle(FeatureDraft):
         """Append entries with the tokens x_{t+1}, the states s_t and the positions t to a `lm.cache.growing_cache`;
         None: nothing comes before, and nothing is kept. `mask`: the entries that each entry sees; None: a chain.
         """
-        inputs = self._joined(self.embed(tokens), states)
+        inputs, residual = self._inputs(self.embed(tokens), states)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         rotation = self.rotary_emb(inputs, positions)
         first, *further = self.layers
-        states = first(inputs, self._residual(inputs, states), rotation=rotation, mask=mask, cache=cache)
+        states = first(inputs, residual, rotation=rotation, mask=mask, cache=cache)
         for layer in further:
             states = layer(states, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)
         return self._outputs(states)
 
-    def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """Input of attention."""
-        return self.fc(torch.cat([embedded, states], -1))
-
-    def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
-        """The stream that attention adds to."""
-        return inputs
+    def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """(input of attention, the stream that it adds to)."""
+        inputs = self.fc(torch.cat([embedded, states], -1))
+        return inputs, inputs
 
     def _outputs(self, states: Tensor) -> Outputs:
         return Outputs(states, states)
@@ -70,7 +66,7 @@ class Eagle(FeatureDraft):
 class Norms(nn.ModuleList):
     """One RMSNorm for each of several concatenated states."""
 
-    def forward(self, states: Float[Tensor, "*node wide"]) -> Float[Tensor, "*node wide"]:
+    def forward(self, states: States) -> States:
         return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
 
 
@@ -98,8 +94,8 @@ class Eagle3(Eagle):
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         first = DraftLayer(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
         first.input_layernorm, first.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=eps) for _ in range(2))
-        further: Any = Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer
-        self.layers = nn.ModuleList([first, *(further(config, index) for index in range(1, config.num_hidden_layers))])
+        further = (decoder_layer(config, index) for index in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([first, *further])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> States:
@@ -108,12 +104,11 @@ class Eagle3(Eagle):
             features = features if norm is None else norm(features)
         return self.fc(features)
 
-    def _joined(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         layer: Any = self.layers[0]
-        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(states)], -1)
-
-    def _residual(self, inputs: Tensor, states: Tensor) -> Tensor:
-        return inputs[..., inputs.shape[-1] // 2 :] if getattr(self.config, "norm_before_residual", False) else states
+        normed = layer.hidden_norm(states)
+        inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        return inputs, normed if getattr(self.config, "norm_before_residual", False) else states
 
     def _outputs(self, states: Tensor) -> Outputs:
         normed = self.norm(states)

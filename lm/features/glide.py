@@ -30,17 +30,18 @@ CrossMask = Bool[Tensor, "1 1 node seen"]
 class CrossAttention(nn.Module):
     """Attention of the draft to one layer of the target."""
 
-    def __init__(self, hidden_size: int, *, num_heads: int, head_size: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.num_heads, self.head_size = num_heads, head_size
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_size, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_size, hidden_size, bias=False)
+        self.num_heads = config.large_num_attention_heads
+        width = config.large_hidden_size // self.num_heads * self.num_heads
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(
         self, states: States, keys_values: KeysValues, *, rotation: Rotation, mask: CrossMask | None = None
     ) -> States:
         """What is added to the residual stream."""
-        queries = self.q_proj(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
+        queries = self.q_proj(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotation)
         queries = queries * cosines + rotate_half(queries) * sines
         keys, values = (part.to(queries.device, queries.dtype) for part in keys_values)
@@ -53,10 +54,7 @@ class GlideLayer(LlamaDecoderLayer):
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)
-        num_heads = config.large_num_attention_heads
-        self.cross_attn = CrossAttention(
-            config.hidden_size, num_heads=num_heads, head_size=config.large_hidden_size // num_heads
-        )
+        self.cross_attn = CrossAttention(config)
 
     def forward(  # type: ignore[override]  # it reads the target's cache, too
         self,
@@ -68,11 +66,8 @@ class GlideLayer(LlamaDecoderLayer):
         cache: Cache | None,
     ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
-        normed = self.input_layernorm(states)
-        attended, _ = self.self_attn(
-            normed, position_embeddings=rotations[0], attention_mask=masks[0], past_key_values=cache
-        )
-        states = states + attended
+        inputs, settings = self.input_layernorm(states), {"attention_mask": masks[0], "past_key_values": cache}
+        states = states + self.self_attn(inputs, position_embeddings=rotations[0], **settings)[0]
         states = states + self.cross_attn(states, of_target, rotation=rotations[1], mask=masks[1])
         return states + self.mlp(self.post_attention_layernorm(states))
 

@@ -16,7 +16,7 @@ from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
-from lm.features.released import MTP, Released, max_positions, refusal_of
+from lm.features.released import MTP, Released, is_ids, max_positions, refusal_of
 from lm.sampling import FLOATS
 
 _DSPARK_KEYS = (
@@ -81,23 +81,21 @@ def _eagle(released: Released, of_target: Any) -> FeatureDraft:
 
 
 def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
-    is_silent = "speculators_model_type" in released.keys and "norm_before_residual" not in released.keys
+    keys, tensors, num_layers = released.keys, released.tensors, of_target.num_hidden_layers
+    is_silent = "speculators_model_type" in keys and "norm_before_residual" not in keys
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
-    has_head_norms = "layers.0.self_attn.q_norm.weight" in released.tensors
-    made: Any = Qwen3Config if has_head_norms else LlamaConfig
-    config = released.layer(made, released.keys)
+    made: Any = Qwen3Config if "layers.0.self_attn.q_norm.weight" in tensors else LlamaConfig
+    config = released.layer(made, keys)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, config, of_target, target_size)
-    nested = released.keys.get("eagle_config") or {}
+    nested = keys.get("eagle_config") or {}
     reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
     remedy = "use a draft that reads three of the target's states"
     released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
-    written = released.keys.get("eagle_aux_hidden_state_layer_ids") or []
-    is_list = isinstance(written, list | tuple) and all(type(layer_id) is int for layer_id in written)
+    written = keys.get("eagle_aux_hidden_state_layer_ids") or []
     subject = f"its eagle_aux_hidden_state_layer_ids are {written!r:.80}"
-    released.require(is_list, subject, "write a list of whole numbers")
-    num_layers = of_target.num_hidden_layers
+    released.require(is_ids(written), subject, "write a list of whole numbers")
     ids = tuple(written) or (2, num_layers // 2, num_layers - 3)
     released.require(
         all((0 if written else 1) <= layer_id < num_layers for layer_id in ids),
@@ -105,12 +103,12 @@ def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
         f"name layers from 0, the embedding, to {num_layers - 1} as eagle_aux_hidden_state_layer_ids in its "
         f"config.json (readers disagree whether what follows the last is normed), or {_OTHER_TARGET}",
     )
-    reads_twice = "layers.1.hidden_norm.weight" in released.tensors
-    released.require(not reads_twice, "each of its layers reads the embedding again", "use a draft of one layer")
+    reads_once = "layers.1.hidden_norm.weight" not in tensors
+    released.require(reads_once, "each of its layers reads the embedding again", "use a draft of one layer")
     has_embedding, has_head = _own_vocabulary(released, config, of_target)
     num_logits = num_logits_of(config) if has_head else None
     draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
-    config.max_position_embeddings = max_positions(released.keys)
+    config.max_position_embeddings = max_positions(keys)
     return _reduced(draft, released)
 
 
@@ -146,7 +144,6 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     fits = config.num_target_layers == num_layers
     released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
     ids, last = config.target_layer_ids, config.num_target_layers - 1
-    is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
     minimum, max_length = 1 if is_from_anchor else 2, config.max_position_embeddings
@@ -156,18 +153,19 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
         ("mask_token_id", config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
         (
             "target_layer_ids",  # what follows the target's last layer is normed in some readers and not in others
-            is_list and bool(ids) and ids == sorted({*ids}) and all(layer_id in range(-1, last) for layer_id in ids),
+            is_ids(ids)
+            and bool(ids)
+            and ids == sorted({*ids})
+            and all(layer_id in range(-1, last) for layer_id in ids),
             f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
             f"whether what follows the last layer, {last}, is normed",
         ),
         (
-            "sample_from_anchor",
-            is_from_anchor or not begins_at_anchor,
+            *("sample_from_anchor", is_from_anchor or not begins_at_anchor),
             "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
         ),
         (
-            "layer_types",
-            set(config.layer_types or ()) <= types,
+            *("layer_types", set(config.layer_types or ()) <= types),
             "full_attention, or sliding_attention with a sliding_window, for every layer",
         ),
     ):

@@ -40,9 +40,7 @@ class FeatureModel:
     session: Any = None
 
     def __init__(self, draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None) -> None:
-        """`draft` is bound to the model of `target`, which verifies and records what the draft reads; logits are cut to
-        `vocab_size`.
-        """
+        """`draft` is bound to the model of `target`, which records what it reads; logits are cut to `vocab_size`."""
         assert target.recorder is not None, "make the target with a recorder of this draft"
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self._recorder: FeatureRecorder = target.recorder
@@ -147,13 +145,9 @@ class EagleModel(FeatureModel):
             num_text = self._length - self.draft.lag
             assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
             positions, mask = tree_feed(tree, new.start, num_text)
-            outputs = self.draft(
-                tokens[None],
-                self._states[parents + 1][None],
-                positions[None].to(self.device),
-                cache=self._cache,
-                mask=mask[None, None].to(self.device),
-            )
+            positions, mask = positions[None].to(self.device), mask[None, None].to(self.device)
+            states = self._states[parents + 1][None]
+            outputs = self.draft(tokens[None], states, positions, cache=self._cache, mask=mask)
             self._states = torch.cat([self._states, outputs.states[0]])
             logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
             hidden.append(outputs.hidden[0])

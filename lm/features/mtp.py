@@ -58,15 +58,9 @@ class Mtp(Eagle):
         inputs = self.embed(tokens)
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         positions = positions + 1  # transformers counts the position of the token, not of the state
-        hidden = self.layer(
-            inputs,
-            states,
-            position_embeddings=self.rotary_emb(inputs, positions, **self._rope_keys),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-        )
-        hidden = self.shared_norm(hidden)
+        rotation = self.rotary_emb(inputs, positions, **self._rope_keys)
+        settings = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        hidden = self.shared_norm(self.layer(inputs, states, position_embeddings=rotation, **settings))
         return Outputs(hidden, hidden)
 
 

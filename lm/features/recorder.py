@@ -50,9 +50,7 @@ class FeatureRecorder:
         return nullcontext() if self._draft.target_layer_ids is None and has_body else recorded(self._modules)
 
     def append(self, start: int, outputs: dict[int, Tensor] | None, states: Float[Tensor, "fed _"]) -> None:
-        """Append the features of the tokens from index `start` on: `outputs`, which `watching` gave, or if there are
-        none the final hidden states.
-        """
+        """Append features from index `start` on: `outputs` of `watching`, or if None the final hidden states."""
         self.buffer.roll_back(start)
         features = features_of(outputs, states) if outputs is not None else states
         self.buffer.update(features[None, None], features.new_empty(1, 1, len(features), 0))
@@ -65,9 +63,7 @@ def features_of(outputs: dict[int, Tensor], states: Float[Tensor, "token _"]) ->
 
 
 def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Module]:
-    """Modules of a target whose outputs its draft reads: layers and the embedding, or the body with its final norm;
-    ValueError if the target has no such layers.
-    """
+    """Layers of a target, its embedding or its body, whose outputs its draft reads; ValueError if it has no such."""
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
         return [body_of(model)]

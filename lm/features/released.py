@@ -57,7 +57,6 @@ _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sample_from_anchor"),
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
 )
-
 _NESTED = ("dflash_config", "dspark_config")
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 """Keys of P-EAGLE."""
@@ -179,14 +178,14 @@ def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     if source.path.endswith(MTP):
         layout = "mtp"
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
-    elif layout is None and config.get("num_hidden_layers") == 1:
-        layout = "eagle" if any("fc.weight" in _names(file) for file in files_of(source)) else None
+    elif layout is None and config.get("num_hidden_layers") == 1 and any(map(_has_fc, files_of(source))):
+        layout = "eagle"
     return layout, _of_text(keys)
 
 
-def _names(file: Path) -> set[str]:
+def _has_fc(file: Path) -> bool:
     with reading(file), safe_open(file, "pt") as opened:
-        return set(opened.keys())
+        return "fc.weight" in set(opened.keys())
 
 
 def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -244,19 +243,22 @@ def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, 
 def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of SafeAILab's, SpecForge's and DeepSpec's layouts: hidden states counted with the embedding as 0."""
     nested = config.get("eagle_config")
-    from_zero = (
-        nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else config.get("target_layer_ids")
-    )
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or _shifted(from_zero, 1)
+    name = "eagle_aux_hidden_state_layer_ids"
+    from_zero = nested.get(name) if isinstance(nested, dict) else config.get("target_layer_ids")
+    ids = config.get(name) or _shifted(from_zero, 1)
     # speculators' `norm_output` is about what later steps read, SpecForge's about what the LM head reads
     norms = {"norm_output": False, "norm_logits": config.get("norm_output", True)}
-    return config | norms | {"eagle_aux_hidden_state_layer_ids": ids}
+    return config | norms | {name: ids}
 
 
 def _shifted(ids: Any, by: int) -> Any:
     """Layer ids in another way of counting; what is no list of numbers stays as it is."""
-    is_list = isinstance(ids, list) and all(type(layer_id) is int for layer_id in ids)
-    return [layer_id + by for layer_id in ids] if is_list else ids
+    return [layer_id + by for layer_id in ids] if is_ids(ids) else ids
+
+
+def is_ids(value: Any) -> bool:
+    """True for a list of whole numbers."""
+    return isinstance(value, list) and all(type(number) is int for number in value)
 
 
 def released_layout_of(source: ModelSource) -> str | None:
@@ -294,9 +296,7 @@ def max_positions_of(source: ModelSource) -> int:
 
 
 def max_positions(keys: dict[str, Any]) -> int:
-    """Maximum text length of a draft with these keys. A text that an EAGLE-3 draft with sliding layers reads must fit
-    their window.
-    """
+    """Maximum text length with these keys; texts of an EAGLE-3 draft with sliding layers must fit their window."""
     length = keys.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
     window, types = keys.get("sliding_window"), keys.get("layer_types") or ()
     is_eagle3 = "eagle_aux_hidden_state_layer_ids" in keys
@@ -317,11 +317,8 @@ def files_of(source: ModelSource) -> list[Path]:
     """The files of weights; ValueError if all are pickled."""
     directory = Path(source.path)
     if not directory.is_dir():
-        directory = Path(
-            snapshot_download(
-                source.path, revision=source.revision, allow_patterns=["*.json", "*.safetensors", "*.bin.index*"]
-            )
-        )
+        patterns = ["*.json", "*.safetensors", "*.bin.index*"]
+        directory = Path(snapshot_download(source.path, revision=source.revision, allow_patterns=patterns))
     files = sorted(directory.glob("*.safetensors"))
     pickled = [path.name for kind in ("*.bin", "*.pt", "*.pth") for path in sorted(directory.glob(kind))]
     if pickled and not files:

@@ -27,7 +27,7 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from lm.features.recorder import features_of, modules_read_by
 from lm.forwards import recorded
-from lm.masks import BranchMask, visible
+from lm.masks import BranchMask, Fed, visible
 
 _MAX_BLOCKS = 64
 """Blocks per forward; bounds the attention mask."""
@@ -63,10 +63,10 @@ class Rollouts:
         Raises:
             ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.
         """
-        if isinstance(draft, Glide) and draft.config.num_hidden_layers > 1:
+        if isinstance(draft, Glide) and (num_layers := draft.config.num_hidden_layers) > 1:
             raise ValueError(
-                f"this draft has {draft.config.num_hidden_layers} layers, and their cache depends on where earlier "
-                "rounds ended: no trace or data can be made with it; `acceptance-heads bench` compares policies without"
+                f"this draft has {num_layers} layers, and their cache depends on where earlier rounds ended: no trace "
+                "or data can be made with it; `acceptance-heads bench` compares policies without"
             )
         self.draft, self._target, self._length = draft, outputs, len(ids)
         tokens = torch.tensor(list(ids), device=draft.device)[draft.lag :]
@@ -79,9 +79,7 @@ class Rollouts:
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout hidden"]:
-        """Begin rollouts, and drop those before: the hidden state of each one's first distribution. `lengths`: tokens
-        committed when each begins, more than the draft's `lag`.
-        """
+        """Begin rollouts at these numbers of committed tokens, and drop those before: each one's first hidden state."""
         num_kept = self._length - self.draft.lag
         roll_back(self._cache, num_kept)
         self._lengths = lengths.to(self.draft.device)
@@ -92,7 +90,7 @@ class Rollouts:
         return self._text.hidden[0, roots]
 
     @torch.inference_mode()
-    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
+    def feed(self, tokens: Fed, owners: Fed) -> Float[Tensor, "fed hidden"]:
         """Feed one more token, drawn from its last distribution, to each of some rollouts: the hidden states after."""
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
         positions, mask = self._mask.feed(owners, self._depths[owners])
@@ -135,7 +133,7 @@ class BlockRollouts:
         return hidden
 
     @torch.inference_mode()
-    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed wide"]:
+    def feed(self, tokens: Fed, owners: Fed) -> Float[Tensor, "fed wide"]:
         """`hidden` of the next token of some blocks, after their newest token (`Rollouts.feed`)."""
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
         self._indices[owners] += 1

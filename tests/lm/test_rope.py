@@ -14,7 +14,8 @@ from lm.batch import check_branch_length
 from lm.forwards import hidden_states, logits_of
 from lm.pair import without_weights
 from lm.rope import rope_switch_of
-from tests.toys.longrope import BOUND, KINDS, greedy_of, model_of, said_by_generate, text_of
+from tests.toys.longrope import BOUND, KINDS, model_of, said_by_generate, text_of
+from tests.toys.random_pairs import greedy_of
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 """generate gives its logits in float32."""
@@ -52,7 +53,7 @@ def test_a_text_on_one_side_is_that_of_generate_and_one_on_both_is_refused(kind,
     decoder = LOOPS[loop](kind)
     for num_prompt, length in SIDES.values():
         prompt = text_of(num_prompt)
-        assert decoder.generate(prompt, length).token_ids == greedy_of(model_of(kind), prompt, length)
+        assert list(decoder.generate(prompt, length).token_ids) == greedy_of(model_of(kind), prompt, length)
     for num_prompt, length in ACROSS:
         with pytest.raises(ValueError, match=f"context of {BOUND}; shorten the prompt") as refusal:
             decoder.generate(text_of(num_prompt), length)
@@ -65,7 +66,7 @@ def test_a_draft_drafts_up_to_its_own_change_and_the_target_goes_on():
     plain = LlamaForCausalLM(target.config).double().eval()
     decoder = SpeculativeDecoder(plain, ModelDrafter(model_of("llama"), FixedLength(4)), **GREEDY)
     generation = decoder.generate(text_of(8), 20)
-    assert generation.token_ids == greedy_of(plain, text_of(8), 20)
+    assert list(generation.token_ids) == greedy_of(plain, text_of(8), 20)
     assert [len(played.drafted) for played in generation.rounds][-3:] == [0, 0, 0]
 
 
@@ -75,7 +76,8 @@ def test_batches_hold_one_side(kind):
     for lengths, new in (((4, 7), BOUND - 7), ((BOUND + 2, 20, 30), 12)):
         prompts = [text_of(length, seed=length) for length in lengths]
         generations = decoder.generate_batch(prompts, new, batch_size=2)
-        assert [each.token_ids for each in generations] == [greedy_of(model_of(kind), ids, new) for ids in prompts]
+        expected = [greedy_of(model_of(kind), ids, new) for ids in prompts]
+        assert [list(each.token_ids) for each in generations] == expected
     with pytest.raises(ValueError, match=r"on both sides.*decode the long ones apart"):
         decoder.generate_batch([text_of(4), text_of(30)], 3)
 

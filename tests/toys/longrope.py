@@ -41,9 +41,3 @@ def said_by_generate(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequ
     how: dict[str, Any] = {"max_new_tokens": len(said), "do_sample": False}
     how |= {"output_logits": True, "return_dict_in_generate": True}
     return torch.cat(model.generate(torch.tensor([list(prompt)]), prefix_allowed_tokens_fn=forced, **how).logits)
-
-
-def greedy_of(model: PreTrainedModel, prompt: Sequence[int], length: int) -> tuple[int, ...]:
-    """What plain generate says."""
-    ids = model.generate(torch.tensor([list(prompt)]), max_new_tokens=length, do_sample=False)
-    return tuple(ids[0, len(prompt) :].tolist())

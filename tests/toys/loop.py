@@ -42,21 +42,17 @@ class LearnedProb(Policy):
         return 1.0, state[1]
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival = self._survival(state, drawn)
+        survival = state[0] * score_of(state[1].weights, self._inputs(drawn))
         return (survival, state[1]), 1.0 - survival > self.max_rejection_prob
 
-    def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return token_feedback(state[1].weights, self._inputs(drawn), acceptance_prob)
 
-    def end(self, state: Any, outcome: Outcome) -> State:
+    def end(self, state: State, outcome: Outcome) -> State:
         return 1.0, learned_from(state[1], outcome.feedback)
 
-    def _survival(self, state: Any, seen: Any) -> Number:
-        """Survival probability of the draft with the newest token in it."""
-        return state[0] * score_of(state[1].weights, self._inputs(seen))
-
-    def _inputs(self, seen: Any) -> tuple[Number, Number]:
-        return logit_of(seen.token_prob), logit_of(seen.max_prob)
+    def _inputs(self, drawn: AfterDraw) -> tuple[Number, Number]:
+        return logit_of(drawn.token_prob), logit_of(drawn.max_prob)
 
 
 PROMPT = [0, 1]

@@ -31,8 +31,9 @@ from lm.features.recorder import FeatureRecorder
 from store.shards import list_shards, write_shard
 from tests.conformance.mtp import FAMILIES as MTP
 from tests.data_gen.on_disk import with_data
-from tests.toys.longrope import greedy_of, model_of, text_of
+from tests.toys.longrope import model_of, text_of
 from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target_of
+from tests.toys.random_pairs import greedy_of
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
 EXCHANGES = [Exchange("a", "", [1, 2, 3], [5, 0, 6, 2, 2], "length"), Exchange("b", "", [6, 1], [3, 3, 4], "stop")]
@@ -294,7 +295,7 @@ def test_an_ended_sequence_whose_place_grows_beyond_the_bound_changes_no_other()
     by_end: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
     for length, seed in ((length, seed) for length in (9, 8, 6) for seed in range(120)):
         prompt = text_of(length, seed=seed)
-        tokens = list(greedy_of(model_of("phi3"), prompt, 8))
+        tokens = greedy_of(model_of("phi3"), prompt, 8)
         end = next((place for place, token in enumerate(tokens) if token in eos_ids), 8)
         by_end.setdefault((length, end), []).append((prompt, tokens[: end + 1]))
     texts = [*by_end[9, 2][:1], *by_end[8, 1][:7], *by_end[6, 8][:7]]
