@@ -26,8 +26,7 @@ Texts = Sequence[Sequence[int]]
 States = Float[Tensor, "fed hidden"]
 _MAX_EXTRA = 4
 """Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
-_MAX_READ = 2**14
-"""Tokens, padding included, of continuations that are read again in one forward."""
+_MAX_READ = 2**14  # tokens, padding included, of continuations that are read again in one forward
 _PREFIX, _BRANCHES = (1, 2, 3, 1, 2), ((2, (3, 1)), (4, (2, 2, 3)))
 """A text of the check, and its continuations: (tokens of the text that one sees, its own tokens)."""
 
@@ -103,13 +102,9 @@ class BatchModel:
         feed = RowFeed([row.row for row in rows], positions, end, self._num_rows)
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
-        inputs = {
-            "input_ids": ids,
-            "past_key_values": self._cache,
-            "use_cache": True,
-            "position_ids": positions.minimum(ends - 1),  # padding may lie beyond the last position
-            "attention_mask": additive(visible(positions, end), self.model.dtype)[:, None],
-        }
+        inputs = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
+        inputs["position_ids"] = positions.minimum(ends - 1)  # padding may lie beyond the last position
+        inputs["attention_mask"] = additive(visible(positions, end), self.model.dtype)[:, None]
         # in [row x width], the last tokens of each row
         nums = enumerate(zip(map(len, fed), num_logits, strict=True))
         last = [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
@@ -120,9 +115,8 @@ class BatchModel:
             logits = parts[1](hidden)
         else:
             output = self.model(output_hidden_states=True, **inputs)
-            hidden, logits = (
-                values.flatten(0, 1)[indices.to(values.device)] for values in (output.hidden_states[-1], output.logits)
-            )
+            both = output.hidden_states[-1], output.logits
+            hidden, logits = (values.flatten(0, 1)[indices.to(values.device)] for values in both)
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return list(logits[:, : self.vocab_size].split(list(num_logits)))

@@ -128,9 +128,8 @@ class BufferLayer(DynamicLayer):
         if self.is_initialized and (self._keys.dtype, self._keys.device, len(self._keys)) == like:
             return
         # zeros, because a masked entry has weight 0, and 0 * NaN is NaN
-        self._keys, self._values = (
-            state.new_zeros(num_rows, state.shape[1], self.capacity, state.shape[3]) for state in states
-        )
+        shapes = [(num_rows, state.shape[1], self.capacity, state.shape[3]) for state in states]
+        self._keys, self._values = (state.new_zeros(shape) for state, shape in zip(states, shapes, strict=True))
         self.is_initialized = True
 
     def _selected(self, buffer: Tensor, indices: Tensor) -> Tensor:
@@ -150,10 +149,8 @@ class BufferLayer(DynamicLayer):
         """Move the `filled` positions to the front, into larger buffers if they must hold more than their capacity."""
         while self.capacity < needed:
             self.capacity *= 2
-        self._keys, self._values = (
-            functional.pad(buffer.narrow(2, self.first, filled), (0, 0, 0, self.capacity - filled))
-            for buffer in (self._keys, self._values)
-        )
+        parts = [buffer.narrow(2, self.first, filled) for buffer in (self._keys, self._values)]
+        self._keys, self._values = (functional.pad(part, (0, 0, 0, self.capacity - filled)) for part in parts)
         self.first = 0
 
     def _view(self) -> tuple[Tensor, Tensor]:
@@ -195,8 +192,7 @@ class Snapshots:
 
     def __init__(self, cache: DynamicCache) -> None:
         self._layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, BufferLayer)]
-        self._copies: list[tuple[int, list[dict[str, Any]]]] = []
-        """(length, state of each layer), the shortest first."""
+        self._copies: list[tuple[int, list[dict[str, Any]]]] = []  # (length, state of each layer), the shortest first
 
     def take(self, length: int) -> None:
         """Copy the state of the cache, which holds `length` tokens."""
@@ -219,12 +215,11 @@ class Snapshots:
 def _state_of(layer: Any) -> dict[str, Any]:
     """A copy of the layer's attributes; for keys and values that only grow, a slice of their current length."""
     growing = ("keys", "values") if isinstance(layer, DynamicLayer) and not layer.is_sliding else ()
-    return {
-        name: slice(value.shape[-2])
-        if name in growing and isinstance(value, Tensor) and value.dim() == 4
-        else tree_map_only(Tensor, Tensor.clone, value)
-        for name, value in vars(layer).items()
-    }
+    state = {}
+    for name, value in vars(layer).items():
+        grows = name in growing and isinstance(value, Tensor) and value.dim() == 4
+        state[name] = slice(value.shape[-2]) if grows else tree_map_only(Tensor, Tensor.clone, value)
+    return state
 
 
 def make_cache(model: PreTrainedModel, capacity: int) -> DynamicCache:

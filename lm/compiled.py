@@ -58,11 +58,9 @@ def thread_key(device: torch.device) -> tuple[int, Thread | None]:
 
 
 class GuardFreeGraph:
-    """A compiled function without arguments: a call runs no guards and only launches the kernels.
-
-    `torch.compile` checks guards and collects inputs before every call, which takes as long as a small model. Here the
-    first call keeps the compiled graph and its input tensors, and later calls run the graph on them. The contents of
-    these tensors may change, but not their addresses.
+    """A compiled function without arguments: a call only launches the kernels, without the guards of `torch.compile`,
+    which take as long as a small model. The first call keeps the compiled graph and its input tensors, whose contents
+    may change, but not their addresses.
     """
 
     def __init__(self, function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> None:
@@ -75,13 +73,13 @@ class GuardFreeGraph:
         self._kernels: Callable[..., Sequence[Tensor]] | None = None
         self._inputs: tuple[Any, ...] = ()
         self._outputs: Sequence[Any] = ()
-        self._result_indices: list[int] = []
-        """Indices of the function's results among the outputs of the graph, which may have more."""
+        self._result_indices: list[
+            int
+        ] = []  # of the function's results in the outputs of the graph, which may have more
         assert isinstance(function, FunctionType)
         # a copy of the code object, because torch.compile caches by code object and counts recompilations by it
-        copy = FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
-        )
+        code = function.__code__.replace()
+        copy = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
         self._first_call = torch.compile(copy, fullgraph=True, dynamic=False, backend=self._backend)
 
     def __call__(self) -> tuple[Tensor, ...]:

@@ -24,10 +24,8 @@ BELOW_ONE = 1.0 - 2.0**-40
 """Keeps uniform * total below total in float64, so that inversion never runs off the end of the vocabulary."""
 GENERATOR = np.random.PCG64DXSM.__name__
 """The generator of all uniforms, recorded in manifests: data of another one cannot be extended."""
-_BLOCK = 256
-"""Numbers that are made, or added up, at once."""
-_MIN_WIDTH_OF_BLOCKS = 8192
-"""Vocabulary from which sums of blocks are faster."""
+_BLOCK = 256  # numbers that are made, or added up, at once
+_MIN_WIDTH_OF_BLOCKS = 8192  # vocabulary from which sums of blocks are faster
 
 
 @runtime_checkable

@@ -25,12 +25,10 @@ from lm.rope import refuse_crossing
 from lm.sampling import REMEDY, non_finite
 
 States = Float[Tensor, "token hidden"]
-_MIN_FILLED = 0.8
-"""Minimum length of a group's shortest sequence, as a share of its longest."""
+_MIN_FILLED = 0.8  # minimum length of a group's shortest sequence, as a share of its longest
 _SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
 """The remedy for texts that cross a RoPE switch."""
-_MIN_TOKENS = 512
-"""A forward over fewer tokens costs more than padding does."""
+_MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
 _SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 

@@ -84,7 +84,6 @@ class Tree:
 
 
 EMPTY = Tree()
-"""The tree without nodes."""
 
 
 def visible(

@@ -28,8 +28,7 @@ from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
 
 Logits = Float[Tensor, "rows vocab"]
-_MAX_PENDING = 32
-"""Text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before."""
+_MAX_PENDING = 32  # text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before
 
 
 class CachedModel:
@@ -44,8 +43,7 @@ class CachedModel:
 
     _max_length = float("inf")
     _rope_switch = RopeSwitch("")
-    _is_long = False
-    """The text is read with the long RoPE frequencies (`lm.rope`)."""
+    _is_long = False  # the text is read with the long RoPE frequencies (`lm.rope`)
     one_token_at_a_time = False
     """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
     session: Any = None
@@ -142,8 +140,7 @@ class CachedModel:
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._positions = torch.arange(CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
-        self._tree = EMPTY
-        """The nodes that are in the cache."""
+        self._tree = EMPTY  # the nodes that are in the cache
         if self.recorder is not None:
             self.recorder.buffer.roll_back(0)
         self._parts = forwards.body_and_lm_head(self.model)

@@ -22,10 +22,8 @@ Rows = Float[Tensor, "rows vocab"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REMEDY = "load it as float32 or bfloat16, or check its weights"
 """The remedy for logits that are not finite."""
-_NUM_LIKELIEST = 256
-"""Tokens that hold top-p's mass in nearly every distribution of a language model."""
-_MARGIN = 1e-5
-"""Mass around top-p within which the rounding of another order of sums could decide otherwise."""
+_NUM_LIKELIEST = 256  # tokens that hold top-p's mass in nearly every distribution of a language model
+_MARGIN = 1e-5  # mass around top-p within which the rounding of another order of sums could decide otherwise
 
 
 class QuickTopP(TopPLogitsWarper):
@@ -92,9 +90,7 @@ class Sampling:
         is_plain = all(getattr(warper, name, value) == value for warper in processors for name, value in usual)
         if not is_plain or kinds != [kind for kind in names if kind in kinds]:
             return None
-        return Sampling(
-            **{names[kind]: getattr(warper, names[kind]) for kind, warper in zip(kinds, processors, strict=True)}
-        )
+        return Sampling(**{names[type(warper)]: getattr(warper, names[type(warper)]) for warper in processors})
 
     @property
     def is_greedy(self) -> bool:

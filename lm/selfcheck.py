@@ -40,10 +40,8 @@ Limits = tuple[float, float]
 """The largest error of a row, and of the median row of a feed."""
 _EXACT, _TF32, _STATES = (2e-4, math.inf), (2e-2, math.inf), (0.5, math.inf)
 _HALF = {"chain": (math.inf, 0.2), "states": _STATES, "few rows": (0.5, 0.2)}
-_NUM_MEDIAN_ROWS = 5
-"""Rows of the shortest feed that has its own median; all shorter feeds share one."""
-_CHAIN_LENGTH = 150
-"""Tokens of the text, if the context has room for them."""
+_NUM_MEDIAN_ROWS = 5  # rows of the shortest feed that has its own median; all shorter feeds share one
+_CHAIN_LENGTH = 150  # tokens of the text, if the context has room for them
 _CHAIN = (
     *((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43)),
     *((43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104)),
@@ -52,10 +50,8 @@ _CHAIN = (
 rest of the text comes last: at once, or one by one into a model with recurrent states, whose single steps and longer
 feeds are two different computations.
 """
-_STEPWISE_LENGTH = 64
-"""Tokens of the text that are fed again one at a time if longer feeds are wrong."""
-_FIRST_WORD = 300
-"""Ids below may be control tokens or single bytes, which come first in many vocabularies."""
+_STEPWISE_LENGTH = 64  # tokens of the text that are fed again one at a time if longer feeds are wrong
+_FIRST_WORD = 300  # ids below may be control tokens or single bytes, which come first in many vocabularies
 _TREE_TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
 _BATCH = (
     ((0, (1, 2, 3)), (0, (2, 1))),

@@ -25,8 +25,7 @@ Numbers = Float[Tensor, "*position"]
 Ids = Int[Tensor, " position"]
 POSITION = "text_position"
 """Scalar of a token's index in its response."""
-_NUM_TOP = 10
-"""Tokens that llama.cpp's draft sampler keeps."""
+_NUM_TOP = 10  # tokens that llama.cpp's draft sampler keeps
 
 
 def upcast(values: Tensor) -> Tensor:

@@ -27,10 +27,8 @@ Mask = Bool[Tensor, "1 1 node cached"]
 
 
 class Outputs(NamedTuple):
-    states: States
-    """States that later nodes read instead of the target's features."""
-    hidden: States
-    """Input of the LM head and of acceptance heads."""
+    states: States  # what later nodes read instead of the target's features
+    hidden: States  # input of the LM head and of acceptance heads
 
 
 class FeatureDraft(nn.Module):
@@ -64,8 +62,8 @@ class FeatureDraft(nn.Module):
         # other families have all keys that Llama's reads
         self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
-        self._borrowed: tuple[nn.Module, nn.Module] | None = None
-        """The target's input embeddings and LM head; in a tuple, so that they are not moved with the draft."""
+        self._borrowed: tuple[nn.Module, ...] = ()
+        """Once bound, the target's input embeddings and LM head; in a tuple, so that they stay where they are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,22 +85,17 @@ class FeatureDraft(nn.Module):
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
             rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
-            self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+            self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=self.device, dtype=self.dtype)
             self.lm_head.weight = nn.Parameter(rows.to(self.device, self.dtype), requires_grad=False)
         return self
 
     def is_bound_to(self, target: PreTrainedModel) -> bool:
         """True if it is bound to this very model."""
-        return self._borrowed is not None and self._borrowed[1] is target.get_output_embeddings()
-
-    @property
-    def borrowed(self) -> tuple[nn.Module, nn.Module]:
-        assert self._borrowed is not None, "bind the draft to its target first"
-        return self._borrowed
+        return self._borrowed[1:] == (target.get_output_embeddings(),)
 
     @property
     def embedding(self) -> nn.Module:
-        return self.borrowed[0] if self.embed_tokens is None else self.embed_tokens
+        return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
 
     def embed(self, tokens: Int[Tensor, "*node"]) -> Float[Tensor, "*node hidden"]:
         """Input embeddings, on the draft's device."""
@@ -111,7 +104,7 @@ class FeatureDraft(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "*node hidden"]) -> Float[Tensor, "*node vocab"]:
         """Logits over the target's vocabulary; -inf for ids that a reduced one lacks."""
-        head = self.borrowed[1] if self.lm_head is None else self.lm_head
+        head = self._borrowed[1] if self.lm_head is None else self.lm_head
         weight = next(head.parameters())
         return self.widened(head(hidden.to(weight.device, weight.dtype)), float("-inf"))
 

@@ -49,7 +49,6 @@ class EightBitLinear(nn.Module):
 
 def to_eight_bits(draft: nn.Module) -> None:
     """Replace every linear layer of a bound draft in place; embeddings, norms and what it borrows stay."""
-    for module in list(draft.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, EightBitLinear(child))
+    for name, module in list(draft.named_modules()):
+        if isinstance(module, nn.Linear):
+            draft.set_submodule(name, EightBitLinear(module))

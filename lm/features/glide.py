@@ -25,28 +25,8 @@ KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch 
 """Cached keys and values of one layer of the target."""
 CrossMask = Bool[Tensor, "1 1 node seen"]
 """The target's keys that each node sees."""
-
-
-class CrossAttention(nn.Module):
-    """Attention of the draft to one layer of the target."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.num_heads = config.large_num_attention_heads
-        width = config.large_hidden_size // self.num_heads * self.num_heads
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-    def forward(
-        self, states: States, keys_values: KeysValues, *, rotation: Rotation, mask: CrossMask | None = None
-    ) -> States:
-        """What is added to the residual stream."""
-        queries = self.q_proj(states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        cosines, sines = (part.unsqueeze(1) for part in rotation)
-        queries = queries * cosines + rotate_half(queries) * sines
-        keys, values = (part.to(queries.device, queries.dtype) for part in keys_values)
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(attended.transpose(1, 2).flatten(-2))
+Rotations = tuple[Rotation, Rotation]
+Masks = tuple[Mask | None, CrossMask | None]
 
 
 class GlideLayer(LlamaDecoderLayer):
@@ -54,22 +34,28 @@ class GlideLayer(LlamaDecoderLayer):
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)
-        self.cross_attn = CrossAttention(config)
+        self.num_heads = config.large_num_attention_heads
+        width = config.large_hidden_size // self.num_heads * self.num_heads
+        sizes = {"q_proj": (config.hidden_size, width), "o_proj": (width, config.hidden_size)}
+        self.cross_attn = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
 
     def forward(  # type: ignore[override]  # it reads the target's cache, too
-        self,
-        states: States,
-        of_target: KeysValues,
-        *,
-        rotations: tuple[Rotation, Rotation],
-        masks: tuple[Mask | None, CrossMask | None],
-        cache: Cache | None,
+        self, states: States, of_target: KeysValues, *, rotations: Rotations, masks: Masks, cache: Cache | None
     ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         inputs, settings = self.input_layernorm(states), {"attention_mask": masks[0], "past_key_values": cache}
         states = states + self.self_attn(inputs, position_embeddings=rotations[0], **settings)[0]
-        states = states + self.cross_attn(states, of_target, rotation=rotations[1], mask=masks[1])
+        states = states + self._attended(states, of_target, rotations[1], masks[1])
         return states + self.mlp(self.post_attention_layernorm(states))
+
+    def _attended(self, states: States, of_target: KeysValues, rotation: Rotation, mask: CrossMask | None) -> States:
+        """What cross-attention adds to the residual stream."""
+        queries = self.cross_attn["q_proj"](states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        cosines, sines = (part.unsqueeze(1) for part in rotation)
+        queries = queries * cosines + rotate_half(queries) * sines
+        keys, values = (part.to(queries.device, queries.dtype) for part in of_target)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return self.cross_attn["o_proj"](attended.transpose(1, 2).flatten(-2))
 
 
 class Glide(FeatureDraft):
@@ -83,14 +69,9 @@ class Glide(FeatureDraft):
         super().__init__(config, has_embedding=True, num_logits=num_logits)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        num_heads = config.large_num_attention_heads
-        of_queries = LlamaConfig(
-            hidden_size=config.large_hidden_size,
-            num_attention_heads=num_heads,
-            head_dim=config.large_hidden_size // num_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        )
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        sizes = {"head_dim": config.large_hidden_size // config.large_num_attention_heads, "rope_parameters": rope}
+        of_queries = LlamaConfig(max_position_embeddings=config.max_position_embeddings, **sizes)
         self.cross_rotary_emb = LlamaRotaryEmbedding(of_queries)
         self.cached_layer_ids = tuple(range(num_target_layers - config.num_hidden_layers, num_target_layers))
 

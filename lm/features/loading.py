@@ -140,10 +140,9 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
     config = released.layer(Qwen3Config, keys | {"num_target_layers": keys["num_target_layers"] or num_layers})
     _check_fits(released, config, of_target, config.hidden_size)
-    layers = f"{config.num_target_layers} layers, and this one has {num_layers}"
-    fits = config.num_target_layers == num_layers
-    released.require(fits, f"it is made for a target of {layers}", _OTHER_TARGET)
-    ids, last = config.target_layer_ids, config.num_target_layers - 1
+    subject = f"it is made for a target of {config.num_target_layers} layers, and this one has {num_layers}"
+    released.require(config.num_target_layers == num_layers, subject, _OTHER_TARGET)
+    ids, last = config.target_layer_ids, num_layers - 1
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
     minimum, max_length = 1 if is_from_anchor else 2, config.max_position_embeddings

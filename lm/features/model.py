@@ -78,9 +78,8 @@ class FeatureModel:
         self.roll_back(0)
 
     def roll_back(self, length: int) -> None:
-        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs.
-
-        Nor is the last token kept that reads the target's features, since the outputs that the next one reads go, too.
+        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs. Nor is the last
+        token kept that reads the target's features, since the outputs that the next one reads go, too.
         """
         self._length = self.num_kept = min(self.num_kept, length, self._recorder.num_features)
         self.outputs: Outputs | None = None

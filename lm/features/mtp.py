@@ -36,8 +36,7 @@ from lm.features.released import files_of, reading, refusal_of, without_mtp
 from lm.selfcheck import check
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
-"""Copies of the target's own tensors."""
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")  # copies of the target's own tensors
 _OTHER_DRAFT = "use another draft"
 
 
@@ -133,11 +132,8 @@ def _fill(
             logging.enable_progress_bar()
     missing = {name for name in loading.missing_keys if name.startswith(("layers.", "shared_post_norm."))}
     misread = {name for name, *_ in loading.mismatched_keys} | set(loading.conversion_errors)
-    for problem, names in (
-        ("lacks", missing - misread),
-        ("also has", loading.unexpected_keys),
-        ("has other shapes of", misread),
-    ):
+    problems = {"lacks": missing - misread, "also has": loading.unexpected_keys, "has other shapes of": misread}
+    for problem, names in problems.items():
         if names:
             raise refusal_of(source.path, f"it {problem} {len(names)} tensors, first {min(names)}", _OTHER_DRAFT)
 

@@ -18,6 +18,7 @@ The MTP layer of a target is in the target's directory: its path is the target's
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +41,7 @@ MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 _PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}
 """Prefixes of tensor names in some layouts, and what replaces them."""
-_NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")
-"""Keys of config.json that do not describe a layer."""
+_NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")  # keys of config.json that do not describe a layer
 _MAX_SIZE, _MAX_THETA = 2**17, 1e15
 _LIMITS = {
     **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MAX_SIZE)),
@@ -58,8 +58,7 @@ _FLAGS = (
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
 )
 _NESTED = ("dflash_config", "dspark_config")
-_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
-"""Keys of P-EAGLE."""
+_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")  # keys of P-EAGLE
 _NO_MARKOV = {"markov_head_type": None, "confidence_head_with_markov": False}
 _NO_HEADS = _NO_MARKOV | {"markov_rank": 0, "enable_confidence_head": False}
 _OUTER = ("transformer_layer_config", "speculators_config", "auto_map")
@@ -138,7 +137,7 @@ def _impossible(keys: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, f"write a whole number from {minimum} to {maximum}"
     for table in (keys, keys.get("rope_parameters"), keys.get("rope_scaling")):
         theta = table.get("rope_theta", 1.0) if isinstance(table, dict) else 1.0
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < _MAX_THETA:
+        if type(theta) not in (int, float) or not 0 < theta < _MAX_THETA:
             yield "rope_theta", theta, "write a number above 0, or leave it out"
     for name in _FLAGS:
         if type(keys.get(name, False)) is not bool:
@@ -158,22 +157,19 @@ def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
         if isinstance(rope, dict):
             rope = rope.get("sliding_attention", rope)
             rope = rope if isinstance(rope, dict) else {"rope_type": str(rope)}  # refused by name
-            is_mrope = "mrope" in (rope.get("rope_type"), rope.get("type"))
-            theta = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-            keys[name] = {"rope_type": "default"} | theta if is_mrope else rope
+            if "mrope" in (rope.get("rope_type"), rope.get("type")):
+                rope = {"rope_type": "default"} | {key: rope[key] for key in ("rope_theta",) if key in rope}
+            keys[name] = rope
     return keys
 
 
 def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     """The layout of a directory or repository, and the keys of its config.json in one form for all producers."""
-    config = _config_of(source) or {}
-    tables = {name: config.get(name, {}) for name in ("transformer_layer_config", "dflash_config", "dspark_config")}
-    for name, table in tables.items():
-        if not isinstance(table, dict):
-            raise refusal_of(source.path, f"its {name} is {table!r:.40}", "write a table of keys there")
-    for keys in (config, *tables.values()):
-        for name, value, remedy in _impossible(keys):
-            raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
+    config = _config_of(source)
+    tables = {name: config.get(name, {}) for name in ("transformer_layer_config", *_NESTED)}
+    wrong = [(name, table, "write a table of keys there") for name, table in tables.items() if type(table) is not dict]
+    for name, value, remedy in wrong or chain.from_iterable(map(_impossible, (config, *tables.values()))):
+        raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
     layout, keys = _layout_of(config)
     if source.path.endswith(MTP):
         layout = "mtp"
@@ -285,9 +281,9 @@ def width_of(source: ModelSource) -> int | None:
     """Width of what heads on a feature draft read, by its config.json; None: not a feature draft."""
     layout, keys = _read(source)
     size = keys.get("hidden_size") if layout else None
-    if layout != "dspark" or size is None:
-        return size
-    return size + markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
+    if layout == "dspark" and size is not None:
+        size += markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
+    return size
 
 
 def max_positions_of(source: ModelSource) -> int:
@@ -303,12 +299,12 @@ def max_positions(keys: dict[str, Any]) -> int:
     return int(min(length, window) if is_eagle3 and window and "sliding_attention" in types else length)
 
 
-def _config_of(source: ModelSource) -> dict[str, Any] | None:
+def _config_of(source: ModelSource) -> dict[str, Any]:
     path = source.path.removesuffix(MTP)
     try:
         file = cached_file(path, "config.json", revision=source.revision)
     except OSError:
-        return None
+        return {}
     config = read_json(Path(str(file)), remedy="fetch or copy the model again")
     return config.get("text_config", config) if path != source.path else config
 

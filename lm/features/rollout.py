@@ -29,18 +29,15 @@ from lm.features.recorder import features_of, modules_read_by
 from lm.forwards import recorded
 from lm.masks import BranchMask, Fed, visible
 
-_MAX_BLOCKS = 64
-"""Blocks per forward; bounds the attention mask."""
+_MAX_BLOCKS = 64  # blocks per forward; bounds the attention mask
 
 
 class TargetOutputs(NamedTuple):
     """Outputs of the target for one text, which `cache` holds."""
 
     cache: DynamicCache
-    hidden: Float[Tensor, "token hidden"]
-    """State of each token after the final norm."""
-    features: Float[Tensor, "1 token feature"]
-    """What the draft reads of each token; width 0 if it reads only the cache."""
+    hidden: Float[Tensor, "token hidden"]  # of each token after the final norm
+    features: Float[Tensor, "1 token feature"]  # what the draft reads of each token; width 0 if it reads only the cache
 
 
 @torch.inference_mode()
@@ -54,8 +51,7 @@ def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int])
 class Rollouts:
     """One text in the cache of an EAGLE or GliDe draft, and rollouts from it."""
 
-    max_length = float("inf")
-    """Maximum number of tokens of a rollout."""
+    max_length = float("inf")  # tokens of a rollout
 
     def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
         """`outputs`: the target's for the text `ids`, of at least two tokens.
