@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 
@@ -135,7 +129,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
         raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
     with _reading(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(source.path, **repository_of(source))
+        return transformers.AutoTokenizer.from_pretrained(source.path, **repository_of(source))
 
 
 def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
@@ -149,7 +143,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     settings = _settings_of(source, device=device)
     with _reading(source, "config.json or weights"):
         settings |= repository_of(source) | {"use_safetensors": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **settings)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **settings)
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
         raise ValueError(
@@ -171,7 +165,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
 def load_config(source: ModelSource) -> PretrainedConfig:
     """The config.json of a model; FileNotFoundError if the source has no model."""
     with _reading(source, "config.json"):
-        return AutoConfig.from_pretrained(source.path, **repository_of(source))
+        return transformers.AutoConfig.from_pretrained(source.path, **repository_of(source))
 
 
 def repository_of(source: ModelSource) -> dict[str, Any]:
@@ -237,7 +231,9 @@ def without_weights(source: ModelSource) -> PreTrainedModel:
     """A model on the device `meta`, from its config alone: every shape and method, no numbers."""
     config = load_config(source)
     with torch.device("meta"), _reading(source, "config.json"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=source.trust_remote_code
+        )
     return model
 
 

@@ -63,13 +63,6 @@ class Eagle(FeatureDraft):
         return Outputs(states, states)
 
 
-class Norms(nn.ModuleList):
-    """One RMSNorm for each of several concatenated states."""
-
-    def forward(self, states: States) -> States:
-        return torch.cat([norm(part) for norm, part in zip(self, states.chunk(len(self), -1), strict=True)], -1)
-
-
 class Eagle3(Eagle):
     """An EAGLE-3 draft. `layers.0` is what SafeAILab's checkpoints call `midlayer`."""
 
@@ -89,8 +82,8 @@ class Eagle3(Eagle):
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
         self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
-        has_norms = getattr(config, "fc_norm", False)
-        self.fc_norm = Norms(LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids) if has_norms else None
+        norms = [LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids] if getattr(config, "fc_norm", False) else []
+        self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         first = DraftLayer(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
         first.input_layernorm, first.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=eps) for _ in range(2))
@@ -100,8 +93,10 @@ class Eagle3(Eagle):
 
     def entering(self, features: Float[Tensor, "batch node feature"]) -> States:
         features = features.to(self.device, self.dtype)
-        for norm in (self.input_norm, self.fc_norm):
-            features = features if norm is None else norm(features)
+        features = features if self.input_norm is None else self.input_norm(features)
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(features)
 
     def _inputs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """What the checks of a model against itself find: feeds that differ from single tokens, and branches from chains."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -19,21 +19,15 @@ def llama(**sizes):
     return random_llama(vocab_size=VOCAB_SIZE, **{"max_position_embeddings": 256} | sizes)
 
 
+DTYPES = torch.float64, torch.float32, torch.bfloat16
 STEPWISE = [("zamba2", torch.float64), ("zamba2", torch.float32), ("jamba", torch.bfloat16), ("mamba", torch.float32)]
-AT_ONCE = ["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"]
+AT_ONCE = product(["qwen3_next", "olmo_hybrid", "granitemoehybrid", "mixtral (experts)"], DTYPES)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "is_stepwise"),
-    [
-        *((name, dtype, True) for name, dtype in STEPWISE),
-        *((name, dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16) for name in AT_ONCE),
-    ],
-)
-def test_a_model_is_fed_one_token_at_a_time_where_longer_feeds_are_not_its_steps_but_for_rounding(
-    name, dtype, is_stepwise
-):
-    assert CachedModel(build(BY_NAME[name]).to(dtype)).one_token_at_a_time == is_stepwise
+@pytest.mark.parametrize(("name", "dtype"), [*STEPWISE, *AT_ONCE])
+def test_a_model_is_fed_one_token_at_a_time_where_longer_feeds_are_not_its_steps_but_for_rounding(name, dtype):
+    cached = CachedModel(build(BY_NAME[name]).to(dtype))
+    assert cached.one_token_at_a_time == ((name, dtype) in STEPWISE)
 
 
 @pytest.mark.parametrize(("rounding_of_words", "is_refused"), [(0.1, False), (0.3, True)])

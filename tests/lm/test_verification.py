@@ -108,13 +108,10 @@ def test_draws_are_those_of_their_seed_and_those_of_tokens_and_acceptance_differ
     assert accepted == [again.num_accepted([uniform]) for uniform, _ in tokens]
 
 
-def test_uniforms_are_uniform():
+def test_uniforms_are_uniform_and_have_53_bits_and_the_shape_asked_for():
     """Kolmogorov and Smirnov's test at a false-alarm probability of 1e-4, over one stream and over many."""
     assert kstest(uniforms(1, 300, 200).flatten().numpy(), "uniform").pvalue > 1e-4
     assert kstest([float(uniforms(seed, 1)) for seed in range(20_000)], "uniform").pvalue > 1e-4
-
-
-def test_uniforms_have_53_bits_and_the_shape_asked_for():
     found = uniforms(3, 4, 5, 6)
     assert (found.shape, found.dtype, found.device.type) == ((4, 5, 6), torch.float64, "cpu")
     assert torch.equal(found * 2**53, (found * 2**53).floor())

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decode import Generation, Proposal, SpeculativeDecoder
@@ -17,17 +17,12 @@ from lm import CachedModel
 class Observed:
     """Counts of one generation, none of them the loop's."""
 
-    num_proposed: int = 0
-    """Tokens that the drafter handed over."""
-    num_target: int = 0
-    """Calls of the target."""
-    num_fed: int = 0
-    """Tokens fed to the target."""
-    num_given_back: int = 0
-    """Positions that the target's cache gave back."""
+    feeds_again: bool  # the target has recurrent layers, which roll back further than requested
+    num_proposed: int = 0  # tokens that the drafter handed over
+    num_target: int = 0  # calls of the target
+    num_fed: int = 0  # tokens fed to the target
+    num_given_back: int = 0  # positions that the target's cache gave back
     num_draft_forwards: int = 0
-    feeds_again: bool = False
-    """The target has recurrent layers, which roll back further than requested."""
 
     def check(self, generation: Generation, num_prompt_tokens: int) -> None:
         """The loop counted right, and law 4.4 holds of what was seen."""
@@ -37,15 +32,11 @@ class Observed:
         assert counts.num_target == self.num_target == len(generation.rounds)
         assert counts.num_discarded == self.num_given_back
         # a residual token is never the rejected one, so that the two texts part exactly where verification stopped
-        assert counts.num_accepted == sum(_common(played.drafted, played.emitted) for played in generation.rounds)
+        rounds = [zip(played.drafted, played.emitted, strict=False) for played in generation.rounds]
+        assert counts.num_accepted == sum(np.cumprod([one == other for one, other in pairs]).sum() for pairs in rounds)
         assert self.num_proposed + self.num_target == num_emitted + self.num_given_back
         if num_emitted and not self.feeds_again:
             assert self.num_fed == num_prompt_tokens + self.num_proposed + self.num_target - 1
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 @contextmanager
