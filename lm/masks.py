@@ -22,10 +22,8 @@ ROOT = -1
 class Tree:
     """Candidate tokens after a text: for each token the node that it follows, parents before their children.
 
-    Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7".
-
-    Raises:
-        ValueError: a parent that does not come before its child, or siblings with one token.
+    Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7". ValueError for a
+    parent that does not come before its child, or siblings with one token.
     """
 
     tokens: Sequence[int] = ()

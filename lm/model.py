@@ -3,10 +3,9 @@
 The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact, but may
 go further back than requested (`lm.cache`); other models are refused (`lm.selfcheck`).
 
-After the text, the cache can hold the nodes of one tree. A node sees the text and the nodes of its own path, and has
-the position that it has in its path. Nodes are added level by level, as a draft does, or all at once, as the target
-does; then `keep` moves the accepted path's entries to the end of the text and drops the others. That is exact for full
-attention with explicit positions.
+After the text, the cache can hold the nodes of one tree. A node sees the text and its own path, at its position there.
+Nodes are added level by level, as a draft does, or all at once, as the target does; then `keep` moves the accepted path
+to the end of the text and drops the others. That is exact for full attention with explicit positions.
 """
 
 from collections.abc import Mapping, Sequence

@@ -64,10 +64,8 @@ class Mtp(Eagle):
 
 
 def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | None) -> Mtp:
-    """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's.
-
-    Raises:
-        ValueError: no MTP layer in the checkpoint, several, or one that cannot be read or rolled back.
+    """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's. ValueError if the checkpoint
+    has none, several, or one that cannot be read or rolled back.
     """
     of_target = without_mtp(source)
     if of_target.path != target.name_or_path:

@@ -70,11 +70,8 @@ class Released:
     """Contents of a released directory: its layout, config.json as flat keys, and every tensor."""
 
     def __init__(self, source: ModelSource) -> None:
-        """Read the directory.
-
-        Raises:
-            ValueError: weights that are pickled alone, or that cannot be read; a kind of draft that is not read, or
-                rotary embeddings of other families.
+        """Read the directory; ValueError for weights that are pickled alone or cannot be read, a kind of draft that is
+        not read, or rotary embeddings of other families.
         """
         self.path = source.path
         self.layout, self.keys = _read(source)
@@ -258,10 +255,8 @@ def is_ids(value: Any) -> bool:
 
 
 def released_layout_of(source: ModelSource) -> str | None:
-    """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable.
-
-    Raises:
-        ValueError: a broken config.json, or pickled weights whose names decide the layout.
+    """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable. ValueError
+    for a broken config.json, or pickled weights whose names decide the layout.
     """
     return "mtp" if source.path.endswith(MTP) else _read(source)[0]
 

@@ -54,10 +54,8 @@ class Rollouts:
     max_length = float("inf")  # tokens of a rollout
 
     def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
-        """`outputs`: the target's for the text `ids`, of at least two tokens.
-
-        Raises:
-            ValueError: a GliDe draft of several layers, whose upper layers depend on where earlier rounds ended.
+        """`outputs`: the target's for the text `ids`, of at least two tokens. ValueError for a GliDe draft of several
+        layers, whose upper layers depend on where earlier rounds ended.
         """
         if isinstance(draft, Glide) and (num_layers := draft.config.num_hidden_layers) > 1:
             raise ValueError(
