@@ -132,7 +132,7 @@ def causal(tokens: Nodes, cache: Cache | None, device: torch.device) -> Mask | N
 
 def decoder_layer(config: LlamaConfig | Qwen3Config, index: int) -> Any:
     """Llama's or Qwen3's layer."""
-    return (Qwen3DecoderLayer if isinstance(config, Qwen3Config) else LlamaDecoderLayer)(config, index)
+    return Qwen3DecoderLayer(config, index) if isinstance(config, Qwen3Config) else LlamaDecoderLayer(config, index)
 
 
 class DraftLayer(nn.Module):
