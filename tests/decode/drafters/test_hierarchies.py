@@ -4,18 +4,19 @@ each level; and each level has its own cache, signals and counts (laws 4.4, 4.5)
 As in test_losslessness, every branch of the loop's draws is walked, in float64, on toys that disagree.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
-from decode.policies import Entropy, FixedLength, Policy
+from decode.policies import FixedLength, Policy
 from lm import CachedModel, Sampling, entropy
 from lm.verification import num_accepted
-from tests.cases import first_fast
 from tests.toys import loop
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
@@ -147,8 +148,10 @@ def test_dropping_an_inner_token_by_its_value_is_caught():
         assert_lossless(DropsByValue(inner, ToyModel(DRAFT), Policy(), rounds=InnerRounds(window=2)))
 
 
-TEXT = [0, 1, 2]
-VOCAB, EOS = 6, 5
+TEXT, NUM = [0, 1, 2], 62
+"""The last token fills the context."""
+SIZES = {"vocab_size": 6, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+SIZES |= {"max_position_embeddings": 64, "eos_token_id": None, "pad_token_id": 5}
 
 
 class CheckedModel(CachedModel):
@@ -165,51 +168,32 @@ class CheckedModel(CachedModel):
         return rows
 
 
-SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-SIZES |= {"max_position_embeddings": 64, "eos_token_id": EOS, "pad_token_id": EOS}
-
-
-@pytest.fixture(scope="module")
-def trio() -> tuple[LlamaForCausalLM, ...]:
-    return tuple(random_llama(seed, **SIZES, initializer_range=1.0) for seed in (1, 2, 3))
-
-
-def drafters(micro: CachedModel, draft: CachedModel) -> dict[str, Drafter]:
-    every: dict[str, Drafter] = {name: hsddw(micro, draft, configuration=name, window=3) for name in CONFIGURATIONS}
-    every["pre-verify without bonus"] = hsddw(micro, draft, configuration="pre-verify", window=3, bonus=False)
-    every["full without bonus"] = hsddw(micro, draft, window=3, bonus=False)
-    every["fixed"] = PreVerifiedDrafter(ModelDrafter(micro, FixedLength(2)), draft, FixedLength(5))
-    every["interleaved"] = InterleavedDrafter(micro, draft, m=2, n=2)
-    return every
-
-
-NAMES = list(drafters(ToyModel(1), ToyModel(2)))
+DRAFTERS: dict[str, Callable[[CachedModel, CachedModel], Drafter]] = {
+    **{name: partial(hsddw, configuration=name, window=3) for name in CONFIGURATIONS},
+    "full without bonus": partial(hsddw, window=3, bonus=False),
+    "fixed": lambda micro, draft: PreVerifiedDrafter(ModelDrafter(micro, FixedLength(2)), draft, FixedLength(5)),
+    "interleaved": partial(InterleavedDrafter, m=2, n=2),
+}
 
 
 def generate(
-    drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = 24
+    drafter: Drafter, target: CachedModel, *, sampling: Sampling | None = None, seed: int = 0, new: int = NUM
 ) -> Generation:
-    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset({EOS}), max_draft_length=8)
+    decoder = SpeculativeDecoder(target, drafter, sampling=sampling, eos_ids=frozenset(), max_draft_length=8)
     return decoder.generate(TEXT, new, generator=seeded(seed))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_hierarchies_say_what_the_target_alone_says_and_caches_agree_with_uncached_forwards(trio, name):
-    """Every row of all three models is compared, of sampled texts too."""
-    micro, draft, target = (CheckedModel(model) for model in trio)
-    drafter = drafters(micro, draft)[name]
-    assert list(generate(drafter, target, sampling=Sampling(temperature=0)).token_ids) == greedy_of(trio[2], TEXT, 24)
-    for seed in range(2):
-        generate(drafter, target, sampling=Sampling(), seed=seed)
-        assert len(micro) <= len(TEXT) + 24
-        assert len(draft) > len(TEXT)
-
-
-@pytest.mark.parametrize("name", first_fast(NAMES, 3))
-def test_a_hierarchy_stops_drafting_where_a_context_is_full(trio, name):
-    micro, draft, target = (CachedModel(model) for model in trio)
-    decoder = SpeculativeDecoder(target, drafters(micro, draft)[name], eos_ids=frozenset(), max_draft_length=8)
-    assert len(decoder.generate(TEXT, 62, generator=seeded()).token_ids) == 62
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_hierarchies_say_what_the_target_alone_says_and_caches_agree_with_uncached_forwards(name):
+    """Up to the end of the context; every row of all three models is compared, of a sampled text too."""
+    models = [random_llama(seed, **SIZES, initializer_range=1.0) for seed in (1, 2, 3)]
+    micro, draft, target = map(CheckedModel, models)
+    drafter = DRAFTERS[name](micro, draft)
+    greedy = generate(drafter, target, sampling=Sampling(temperature=0))
+    assert list(greedy.token_ids) == greedy_of(models[2], TEXT, NUM)
+    assert len(generate(drafter, target).token_ids) == NUM
+    assert len(micro) < len(TEXT) + NUM
+    assert len(draft) > len(TEXT)
 
 
 PRE_VERIFIED = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), ToyModel(1), Policy())
@@ -224,67 +208,50 @@ PRE_VERIFIED = PreVerifiedDrafter(ModelDrafter(ToyModel(1), FixedLength(3)), Toy
     ],
 )
 def test_identical_models_never_reject_and_counts_are_what_the_schedule_says(drafter, num_tokens, expected):
-    decoder = SpeculativeDecoder(ToyModel(1), drafter, eos_ids=frozenset(), max_draft_length=8)
-    counts = decoder.generate(TEXT, num_tokens, generator=seeded()).counts
+    counts = generate(drafter, ToyModel(1), new=num_tokens).counts
     names = ("num_target", "num_drafted", "num_accepted", "num_draft_forwards", "num_micro", "num_micro_forwards")
     assert tuple(getattr(counts, name) for name in names) == expected
 
 
 @dataclass(frozen=True)
 class Spy(Policy):
-    """Stops at nothing and remembers everything."""
+    """Stops where it is unsure, at most; remembers what it saw, and H at each rejection."""
 
-    signals = frozenset({"entropy", "token_prob", "max_prob"})
+    max_entropy: float = inf
+    signals = frozenset({"entropy", "token_prob"})
     drawn: list = field(default_factory=list)
-    outcomes: list = field(default_factory=list)
+    rejected: list = field(default_factory=list)
 
     def after(self, state, drawn):
-        self.drawn.append(drawn)
-        return state, False
+        self.drawn.append((drawn.position, drawn.entropy, drawn.token_prob))
+        return state, drawn.entropy > self.max_entropy
 
     def end(self, state, outcome):
-        self.outcomes.append(outcome)
+        if outcome.num_accepted < outcome.num_drafted:
+            self.rejected.append(outcome.rejected_entropy)
         return state
 
-    @property
-    def rejected_entropies(self) -> list[float]:
-        rejections = [outcome for outcome in self.outcomes if outcome.num_accepted < outcome.num_drafted]
-        return [outcome.rejected_entropy for outcome in rejections]
 
-
-def test_each_level_sees_its_own_models_signals_and_the_rejections_of_the_level_above():
+def test_each_level_sees_its_own_models_signals_and_the_rejections_of_the_level_above_and_stops_where_it_is_unsure():
     """tau_2 and tau_1: H of the draft (the micro) where the target (the draft) rejected; neither sees the other's."""
-    inner, outer = Spy(), Spy()
-    drafter = PreVerifiedDrafter(ModelDrafter(ToyModel(3), inner), ToyModel(2), outer, rounds=InnerRounds(window=2))
+    inner, outer = Spy(), Spy(0.8)
+    drafter = hsddw(ToyModel(3), ToyModel(2), window=2, policies=(inner, outer))
     ids, expected, rejected = list(TEXT), [], []
-    for played in generate(drafter, ToyModel(1), new=16).rounds:
+    rounds = generate(drafter, ToyModel(1)).rounds
+    for played in rounds:
         rows = [ToyModel(2).feed([*ids, *played.drafted[:position]])[-1] for position in range(len(played.drafted))]
+        entropies = [float(entropy(logits)) for logits in rows]
         for position, (token, logits) in enumerate(zip(played.drafted, rows, strict=True)):
-            expected.append((position, float(entropy(logits)), float(logits.softmax(-1)[token])))
-        if played.num_accepted < len(played.drafted):
-            rejected.append(float(entropy(rows[played.num_accepted])))
-        ids += played.emitted
-    assert len(expected) > 10
-    seen = [(drawn.position, drawn.entropy, drawn.token_prob) for drawn in outer.drawn]
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected))
-    assert rejected
-    torch.testing.assert_close(torch.tensor(outer.rejected_entropies), torch.tensor(rejected))
-    assert inner.rejected_entropies
-    assert set(inner.rejected_entropies) <= {drawn.entropy for drawn in inner.drawn}
-
-
-def test_full_hsddw_ends_a_draft_at_the_first_position_where_the_draft_is_unsure():
-    """With tau fixed at 0.8 nats, every drafted token but the last has H at most 0.8, over several inner rounds."""
-    fixed_tau = Entropy(max_sqrt_entropy=0.8**0.5, scale=1.0)
-    drafter = hsddw(ToyModel(2), ToyModel(2), window=2, policies=(FixedLength(2), fixed_tau))
-    generation, ids = generate(drafter, ToyModel(1), new=60), list(TEXT)
-    for played in generation.rounds:
-        texts = [[*ids, *played.drafted[:i]] for i in range(len(played.drafted))]
-        entropies = [float(entropy(ToyModel(2).feed(text)[-1])) for text in texts]
+            expected.append((position, entropies[position], float(logits.softmax(-1)[token])))
         assert all(value <= 0.8 for value in entropies[:-1])
         assert played.stop_reason != "policy" or entropies[-1] > 0.8
+        rejected += entropies[played.num_accepted : played.num_accepted + 1]
         ids += played.emitted
-    assert max(len(played.drafted) for played in generation.rounds) > 3
+    assert max(len(played.drafted) for played in rounds) > 3
+    torch.testing.assert_close(torch.tensor(outer.drawn), torch.tensor(expected))
+    torch.testing.assert_close(torch.tensor(outer.rejected), torch.tensor(rejected))
+    assert inner.rejected
+    assert set(inner.rejected) <= {value for _, value, _ in inner.drawn}
 
 
 def test_a_schedule_that_cannot_be_is_refused_by_name():

@@ -6,7 +6,7 @@ from decode import Counts, SpeculativeDecoder
 from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
 from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
-from lm import Sampler, Sampling
+from lm import Sampling
 from tests.cases import first_fast
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
@@ -15,22 +15,11 @@ from tests.toys.random_pairs import CONFIGS, greedy_of, random_pair
 SHAPES = {"dynamic": Dynamic(2, 4), "cape": Cape(((0.5, 3), (1.0, 2))), "greedy chain": Dynamic(1, None)}
 
 
-def assert_target_law(
-    policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how
-) -> None:
+def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how):
     """Exactly; law 4.4 holds on every branch."""
     decoder = tree_decoder_of(policy, shape, sampling=sampling, eos_ids=eos_ids, **how)
-
-    def play(draws: Sampler) -> tuple[int, ...]:
-        generation = decoder.generate(PROMPT, 3, generator=draws)
-        counts = generation.counts
-        assert counts.num_drafted == sum(len(played.drafted) for played in generation.rounds)
-        assert counts.num_accepted == sum(len(played.path) for played in generation.rounds)
-        assert counts.num_emitted == len(generation.token_ids)
-        assert all(token not in decoder.eos_ids for token in generation.token_ids[:-1])
-        return generation.token_ids
-
-    assert_same_law(law_of(play), decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids)))
+    found = law_of(lambda draws: decoder.generate(PROMPT, 3, generator=draws).token_ids)
+    assert_same_law(found, decoder.target.law(PROMPT, 3, sampling=sampling, eos_ids=frozenset(eos_ids)))
 
 
 CANDIDATE = toy_head("candidate", seed=2)
@@ -81,6 +70,7 @@ def test_counts_are_what_the_models_saw_and_a_target_that_holds_no_trees_is_refu
     generation = decoder.generate(PROMPT, 12, generator=seeded())
     counts = generation.counts
     assert (counts.num_target, counts.num_draft_forwards) == (len(target.forwards), len(draft.forwards))
+    assert counts.num_accepted == sum(len(played.path) for played in generation.rounds)
     assert sum(target.forwards) == len(PROMPT) + counts.num_drafted + counts.num_target - 1
     assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
     assert max(len(played.path) for played in generation.rounds) == 2

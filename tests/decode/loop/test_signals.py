@@ -43,31 +43,44 @@ class Watch(Policy):
         return state, False
 
 
-def head_with_every_input(timing: str) -> AcceptanceHead:
-    return random_head(4, timing, True, timing != "prefix", timing != "fed").double()
+def head_with_every_input(timing: str, scalars: bool | list[str] = True) -> AcceptanceHead:
+    return random_head(4, timing, scalars, timing != "prefix", timing != "fed").double()
 
 
+NAMES = [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}]
+
+
+@pytest.mark.parametrize("reader", [HostSignals, DeviceSignals])
+@pytest.mark.parametrize("scalars", [True, ["margin", "entropy", "text_position"]])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
-def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling):
-    fed, drawn, prefix = (head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
-    policy, model = Watch((fed, drawn, prefix)), ToyModel(2, 5)
-    drafter = ModelDrafter(model, policy)
-    drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
-    proposal = drafter.propose(list(PROMPT), 4)
-    inputs = None
-    for i, (token, shown) in enumerate(zip(proposal.tokens, policy.seen, strict=True)):
-        fresh = ToyModel(2, 5)
-        logits = fresh.feed([*PROMPT, *proposal.tokens[:i]])[-1]
-        probs, hidden = logits.softmax(-1), fresh.hidden[-1]
-        expected = {"position": i, "entropy": entropy(logits), "max_prob": probs.max(), "token_prob": probs[token]}
-        expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
-        inputs = torch.stack([probs[token].log(), entropy(logits)]), model.embedding(torch.tensor([token]))[0]
-        expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, entropy(logits)[None])}
-        for name, value in expected.items():
-            tolerance = 1e-9 if name.endswith("logit") else 1e-12
-            assert getattr(shown, name) == pytest.approx(float(value), abs=tolerance), name
-        assert sampling.probs(logits)[token] > 0
-        assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
+def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling, scalars, reader):
+    """By each reader, whatever the policy names; of docs/extending.md's scalar too, which is an entry of a table."""
+    with added_to(SCALARS, "SCALARS"):
+        fed, drawn = (head_with_every_input(timing, scalars) for timing in ("fed", "drawn"))
+        prefix = head_with_every_input("prefix")
+        for named in (*NAMES, Watch.signals):
+            policy, model = type("Names", (Watch,), {"signals": frozenset(named)})((fed, drawn, prefix)), ToyModel(2, 5)
+            drafter = ModelDrafter(model, policy)
+            drafter._signals = reader(policy, model)
+            drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
+            proposal = drafter.propose(list(PROMPT), 4)
+            inputs = None
+            for i, (token, shown) in enumerate(zip(proposal.tokens, policy.seen, strict=True)):
+                fresh = ToyModel(2, 5)
+                logits = fresh.feed([*PROMPT, *proposal.tokens[:i]])[-1]
+                probs, hidden, nats = logits.softmax(-1), fresh.hidden[-1], entropy(logits)
+                expected = {"entropy": nats, "max_prob": probs.max(), "token_prob": probs[token]}
+                expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
+                position = torch.tensor(1.0 + len(PROMPT) + i).log()
+                values = [probs[token].log(), nats] if scalars is True else [logits.max() - logits[token], nats, position]
+                inputs = torch.stack(values), model.embedding(torch.tensor([token]))[0]
+                expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, nats[None])}
+                assert shown.position == i
+                for name in named & expected.keys():
+                    tolerance = 1e-12 if reader is HostSignals and name[-5:] != "logit" else 1e-5
+                    assert getattr(shown, name) == pytest.approx(float(expected[name]), rel=tolerance), name
+                assert sampling.probs(logits)[token] > 0
+                assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -110,58 +123,10 @@ def test_a_heads_table_is_built_once_for_all_rows_and_calls_and_anew_where_weigh
         head.mix.weight.add_(1)
         embedding.weight.mul_(2)
     assert [num_built(*pair), num_built(*pair)] == [1, 0]
-    step = StepwiseHead(head, Vocabulary(embedding.num_embeddings, embedding, embedding))
-    torch.testing.assert_close(step.table[1], embedding.weight.float() @ head.skip.weight[0])
-    tables = stepwise._TABLES[head]
-    assert len(tables) == 1
-    del step, embedding, pair
+    assert len(stepwise._TABLES[head]) == 1
+    del embedding, pair
     gc.collect()
-    assert len(tables) == 0
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}, set()],
-)
-def test_both_readers_draw_the_same_tokens_and_read_the_same_signals(asked):
-    class Asks(Watch):
-        signals = frozenset(asked)
-
-    shown = []
-    for reader in (HostSignals, DeviceSignals):
-        model, draws = ToyModel(2, 5), RandomSampler(seeded(3))
-        heads = tuple(head_with_every_input(timing) for timing in ("fed", "drawn", "prefix"))
-        signals, ids, steps = reader(Asks(heads), model), list(PROMPT), []
-        for position in range(4):
-            logits = model.feed(ids[len(model) :])[-1]
-            token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
-            ids.append(token)
-            steps.append((token, *(getattr(drawn, name) for name in sorted(asked))))
-        shown.append(steps)
-    assert shown[0] == [pytest.approx(step, rel=1e-5) for step in shown[1]]
-
-
-@pytest.mark.parametrize("timing", ["fed", "drawn"])
-@pytest.mark.parametrize("reader", [HostSignals, DeviceSignals])
-def test_a_new_scalar_is_read_by_every_reader(timing, reader):
-    """A scalar that is an entry of the table and nothing else."""
-    with added_to(SCALARS, "SCALARS"):
-        head = AcceptanceHead(4, 1, timing, ["margin", "entropy", "text_position"]).double().requires_grad_(False)
-        torch.nn.init.normal_(head.skip.weight)
-        torch.nn.init.normal_(head.mix.weight)
-        policy = Watch((head,))
-        model, ids, before = ToyModel(2, 5), list(PROMPT), None
-        signals = reader(policy, model)
-        signals.num_before = 5
-        for position in range(3):
-            logits = model.feed(ids[len(model) :])[-1]
-            draws = RandomSampler(seeded(position))
-            token, drawn = signals.draw(position, logits, logits.softmax(-1), draws)
-            now = torch.stack([logits.max() - logits[token], entropy(logits), torch.tensor(6.0 + position).log()])
-            scalars = now if timing == "drawn" else before
-            expected = float("inf") if scalars is None else float(head(model.hidden[-1], scalars))
-            assert getattr(drawn, f"{timing}_logit") == pytest.approx(expected, rel=1e-6)
-            before, ids = now, [*ids, token]
+    assert len(stepwise._TABLES[head]) == 0
 
 
 class Wrong(Policy):
