@@ -1,12 +1,11 @@
 """Requests of one batch draft what each would draft alone, whoever else is there (laws 4.3, 4.13)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.loop.signals import BatchSignals
@@ -45,98 +44,83 @@ class Asked:
 
     id: str
     policy: Policy
-    committed: list[int]
-    max_new_tokens: int
+    prompt: list[int]
     draws: Sampler
-    waits_after: frozenset[int] = frozenset()
-    """Rounds whose draft is not verified: the request loses its row, and comes back later."""
     rounds: list[tuple[list[int], list[AfterDraw]]] = field(default_factory=list)
     verified: tuple[int, ...] = ()
     num_accepted: int = 0
-    laws: list[Tensor] = field(default_factory=list)
     num_begun: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.committed)
-        self.end = self.num_prompt + self.max_new_tokens
+        self.committed = list(self.prompt)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.prompt) + LIMIT - len(self.committed)
+
+    def begin(self) -> RequestRow:
+        self.num_begun, self.laws, self.fed, self.seen = self.num_begun + 1, [], list(self.committed), []
+        room = min(LENGTH, self.num_left - 1)
+        return RequestRow(self.id, self.policy, self.verified, self.num_accepted, room, STOPS)
 
 
-@dataclass
 class FakeEngine:
     """A serving engine in miniature: a continuous batch that drafts in lockstep, and may make requests wait."""
 
-    target: LlamaForCausalLM
-    draft: LlamaForCausalLM
-    sampling: Sampling
-    eos: int
-    num_rows: int
-    longest: int
-    most_remembered: int = 0
-
-    def __post_init__(self) -> None:
-        self.lanes, self.signals = Lanes(), BatchSignals(self.draft.get_input_embeddings())
+    def __init__(self, sampling: Sampling, num_rows: int, waits: frozenset[int]) -> None:
+        """`waits`: rounds whose draft is not verified: the request loses its row, and comes back later."""
+        self.sampling, self.num_rows, self.waits, self.most_remembered = sampling, num_rows, waits, 0
+        self.lanes, self.signals = Lanes(), BatchSignals(model(2).get_input_embeddings())
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Asked]) -> None:
         """Serve all of them; a row that is free takes the next."""
         waiting, batch = list(requests), list[Asked]()
         while waiting or batch:
-            while waiting and len(batch) < self.num_rows:
-                batch.append(waiting.pop(0))
-            self.propose(batch, alive={asked.id for asked in [*batch, *waiting] if asked.num_begun})
+            num_free = self.num_rows - len(batch)
+            batch, waiting = batch + waiting[:num_free], waiting[num_free:]
+            self.draft(batch, alive={asked.id for asked in waiting if asked.num_begun} | {asked.id for asked in batch})
             self.most_remembered = max(self.most_remembered, len(self.lanes._alive))
-            for asked, tokens, drawn in list(zip(batch, self.lanes.drafts, self.seen, strict=True)):
-                if asked.num_begun in asked.waits_after:
+            for asked, tokens in list(zip(batch, self.lanes.drafts, strict=True)):
+                if asked.num_begun in self.waits:
                     batch.remove(asked)
                     waiting.append(asked)
                     asked.verified = ()
-                elif self.verified(asked, tokens, drawn):
+                elif self.verify(asked, tokens):
                     batch.remove(asked)
 
-    def propose(self, batch: list[Asked], alive: set[str]) -> None:
-        for asked in batch:
-            asked.num_begun, asked.laws = asked.num_begun + 1, []
-        alive |= {asked.id for asked in batch}
-        self.seen: list[list[AfterDraw]] = [[] for _ in batch]
-        rooms = [min(self.longest, asked.end - len(asked.committed) - 1) for asked in batch]
-        pairs, stops = zip(batch, rooms, strict=True), frozenset({self.eos})
-        rows = [RequestRow(a.id, a.policy, a.verified, a.num_accepted, room, stops) for a, room in pairs]
-        fed = [list(asked.committed) for asked in batch]
-        goes_on, position = self.lanes.begin(rows, alive), 0
+    def draft(self, batch: list[Asked], alive: set[str]) -> None:
+        goes_on, position = self.lanes.begin([asked.begin() for asked in batch], alive), 0
         while goes_on:
-            steps = list(self.steps(batch, fed))
-            logits, hidden = (torch.stack(each) for each in list(zip(*steps, strict=True))[:2])
-            token = torch.tensor([step[2] for step in steps])
-            given = {"policies": self.lanes.policies, "nums_before": [len(a.committed) - a.num_prompt for a in batch]}
+            outputs = [model(2)(torch.tensor([asked.fed]), output_hidden_states=True) for asked in batch]
+            logits = torch.cat([output.logits[:, -1] for output in outputs])
+            hidden = torch.cat([output.hidden_states[-1][:, -1] for output in outputs])
+            token = torch.tensor([self.token(*row) for row in zip(range(len(batch)), batch, logits, strict=True)])
+            nums_before = [len(asked.committed) - len(asked.prompt) for asked in batch]
+            given = {"policies": self.lanes.policies, "nums_before": nums_before}
             tokens, drawn = self.signals.read(position, logits, hidden, token, **given)
-            for place, one in enumerate(drawn):
-                self.seen[place].append(one)
-                fed[place].append(tokens[place])
+            for asked, token_id, one in zip(batch, tokens, drawn, strict=True):
+                asked.seen.append(one)
+                asked.fed.append(token_id)
             goes_on, position = self.lanes.step(tokens, drawn), position + 1
 
-    def steps(self, batch: list[Asked], fed: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Logits, hidden state and token of each row; one that has stopped gets any token, and draws none."""
-        for place, (asked, ids) in enumerate(zip(batch, fed, strict=True)):
-            output = self.draft(torch.tensor([ids]), output_hidden_states=True)
-            logits = output.logits[0, -1]
-            law = self.sampling.dists(logits[None], ids)[0]
-            is_going = self.lanes._rows[place].run.is_going
-            asked.laws.append(law)
-            token = asked.draws.token(law) if is_going else (7 * place) % len(law)
-            yield logits, output.hidden_states[-1][0, -1], token
+    def token(self, place: int, asked: Asked, logits: Tensor) -> int:
+        """A row that has stopped gets any token, and draws none."""
+        law = self.sampling.dists(logits[None], asked.fed)[0]
+        asked.laws.append(law)
+        return asked.draws.token(law) if self.lanes._rows[place].run.is_going else (7 * place) % len(law)
 
-    def verified(self, asked: Asked, tokens: list[int], drawn: list[AfterDraw]) -> bool:
+    def verify(self, asked: Asked, tokens: list[int]) -> bool:
         """Verify a draft; True if the request has ended."""
         fed = asked.committed + tokens
-        logits = self.target(torch.tensor([fed])).logits[0, len(asked.committed) - 1 :]
+        logits = model(1, 2)(torch.tensor([fed])).logits[0, len(asked.committed) - 1 :]
         verdict = verify(tokens, asked.laws[: len(tokens)], self.sampling.dists(logits, fed), asked.draws)
         asked.verified, asked.num_accepted = tuple(tokens), verdict.num_accepted
-        asked.rounds.append((tokens, drawn[: len(tokens)]))
+        asked.rounds.append((tokens, asked.seen[: len(tokens)]))
         emitted = tokens[: verdict.num_accepted]
-        if self.eos not in emitted:
-            emitted.append(verdict.next_token)
-        asked.committed += emitted
-        return self.eos in emitted or len(asked.committed) >= asked.end
+        has_ended = EOS in emitted
+        asked.committed += emitted if has_ended else [*emitted, verdict.next_token]
+        return EOS in asked.committed[-1:] or asked.num_left < 1
 
 
 class Watched(ModelDrafter):
@@ -158,9 +142,9 @@ def draws(place: int) -> RandomSampler:
 def served(
     rules: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()
 ) -> tuple[FakeEngine, list[Asked]]:
-    engine = FakeEngine(model(1, 2), model(2), sampling=sampling, eos=EOS, num_rows=num_rows, longest=LENGTH)
+    engine = FakeEngine(sampling, num_rows, waits)
     requests = [
-        Asked(str(i), rule, list(prompt), LIMIT, GreedySampler() if sampling.is_greedy else draws(i), waits)
+        Asked(str(i), rule, prompt, GreedySampler() if sampling.is_greedy else draws(i))
         for i, (rule, prompt) in enumerate(zip(rules, PROMPTS, strict=False))
     ]
     engine.run(requests)

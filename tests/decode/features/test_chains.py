@@ -11,7 +11,7 @@ from lm import CachedModel, Sampling, feature_model
 from lm.features.recorder import FeatureRecorder
 from tests.cases import first_fast
 from tests.toys.enumeration import assert_same_law, law_of, seeded
-from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, BothHeads, Law
+from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, Law
 from tests.toys.observed import observed
 from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
 from tests.toys.random_pairs import greedy_of
@@ -39,15 +39,21 @@ def greedy(num_tokens: int, family: str = "llama") -> list[int]:
     return greedy_of(target(family), PROMPT, num_tokens)
 
 
-@pytest.mark.parametrize(("kind", "family"), PAIRS)
+@pytest.mark.parametrize(
+    ("kind", "family"), [*PAIRS, *first_fast([(kind, family) for family in TARGETS for kind in BLOCKS], len(BLOCKS))]
+)
 def test_greedy_output_equals_transformers_generate(kind, family):
-    decoder = decoder_of(kind, FixedLength(4), sampling=GREEDY, family=family)
+    decoder = decoder_of(kind, FixedLength(9 if kind in BLOCKS else 4), sampling=GREEDY, family=family)
     with observed(decoder, decoder.drafter.model) as seen:
         generation = decoder.generate(PROMPT, 40)
     seen.check(generation, len(PROMPT))
     assert list(generation.token_ids) == greedy(40, family)
     assert generation.rounds[0].drafted == ()
-    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted == seen.num_draft_forwards
+    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
+    if kind in BLOCKS:
+        assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that is drafted"
+    else:
+        assert generation.counts.num_drafted == seen.num_draft_forwards
 
 
 def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> Law:
@@ -64,18 +70,32 @@ def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> La
     return open_
 
 
-MORE = [("mtp", "qwen3_next", 4), ("mtp", "deepseek_v3", 4)]
-MORE += [(kind, "llama", 4) for kind in ("reduced", "layers", *BLOCKS)]
+def heads_of(width: int) -> dict[str, Policy]:
+    return {f"{timing}_head": HeadPolicy(feature_head(timing, width), 0.4) for timing in ("fed", "drawn", "prefix")}
+
+
+WIDE, BLOCK_S = draft("rnn").hidden_size, {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
+EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | OF_BLOCKS | heads_of(WIDE)
+EVERY |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
+EVERY["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
+EVERY["dspark_product"] = DSparkConfidence(0.2, is_product=True)
+FEW = ("dspark", "auto_drawn", *(name for name in EVERY if name not in ("dspark", "auto_drawn", "fixed_length")))
+LAWS = [("reduced", "llama", "tree"), ("mtp", "qwen3_next", None)]
+LAWS += [(kind, "llama", None) for kind in ("eagle", "glide", "reduced", "layers", *BLOCKS)]
+LAWS.append(("mtp", "deepseek_v3", None))
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "num_tokens"),
-    [("eagle", "llama", 3), ("glide", "llama", 3), ("tree", "llama", 4), *first_fast(MORE, 1)],
+    ("kind", "family", "policy"),
+    [*first_fast(LAWS, 4), *first_fast([("rnn", "llama", policy) for policy in FEW])],
 )
-def test_the_sampled_law_is_the_target_s_exactly(kind, family, num_tokens):
-    """Of four tokens the second round drafts two, the other on the draft's own output."""
-    sampling, shape = SAMPLINGS["top_k"], SHAPES["reduced"] if kind == "tree" else None
-    decoder = decoder_of("reduced" if shape else kind, FixedLength(2), sampling=sampling, family=family, shape=shape)
+def test_the_sampled_law_is_the_target_s_exactly(kind, family, policy):
+    """For every draft, and for every policy. Of four tokens the second round drafts two, the other on the draft's own
+    output.
+    """
+    sampling, shape = SAMPLINGS["top_k"], SHAPES["reduced"] if policy == "tree" else None
+    decoder = decoder_of(kind, EVERY.get(policy, FixedLength(2)), sampling=sampling, family=family, shape=shape)
+    num_tokens = 3 if kind in ("eagle", "glide") else 4
     tolerance = 1e-5 if kind == "mtp" else 1e-10  # layers of these targets compute in float32
     found = law_of(lambda draws: decoder.generate(PROMPT, num_tokens, generator=draws).token_ids)
     assert_same_law(found, target_law(sampling, num_tokens, family), tolerance=tolerance)
@@ -98,13 +118,8 @@ def test_greedy_output_of_trees_equals_generate_and_the_draft_then_reads_what_it
     torch.testing.assert_close(used.feed(text[len(used) :]), model.feed(text), rtol=0, atol=1e-8)
 
 
-HEADS = {f"{timing}_head": HeadPolicy(feature_head(timing), 0.4) for timing in ("fed", "drawn", "prefix")}
-HEADS["both_heads"] = BothHeads((feature_head("fed"), feature_head("drawn")), 0.4)
-
-
 def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
-    known = (POLICIES | HEADS).values()
-    fitting = [policy for policy in known if all(head.hidden_size == WIDTH for head in policy.heads)]
+    fitting = [policy for policy in POLICIES.values() if not policy.heads] + [*heads_of(WIDTH).values()]
     generations = [decoder_of("reduced", policy, sampling=GREEDY).generate(PROMPT, 16) for policy in fitting]
     assert {generation.token_ids for generation in generations} == {tuple(greedy(16))}
     assert len({generation.counts.num_drafted for generation in generations}) > 4
@@ -136,37 +151,6 @@ def test_generate_of_transformers_takes_a_feature_draft_of_its_model(kind):
     assert output.generation.counts.num_drafted > 0
     with pytest.raises(ValueError, match="of another target"):
         target("qwen2").generate(torch.tensor([PROMPT]), **keywords)
-
-
-WIDE = draft("rnn").hidden_size
-OF_WIDE = {f"{timing}_head": HeadPolicy(feature_head(timing, WIDE), 0.4) for timing in ("fed", "drawn", "prefix")}
-BLOCK_S = {"t_draft_s": 0.0, "t_target_s": 1.0, "t_verify_s": 0.2, "t_start_s": 0.2}
-OF_WIDE |= {f"auto_{timing}": Auto(feature_head(timing, WIDE), **BLOCK_S) for timing in ("drawn", "prefix")}
-OF_WIDE["learning_head"] = HeadPolicy(feature_head("drawn", WIDE), 0.4, is_learning=True)
-OWN = OF_BLOCKS | {"dspark_product": DSparkConfidence(0.2, is_product=True)}
-EVERY = {name: policy for name, policy in POLICIES.items() if not policy.heads} | OF_WIDE | OWN
-FEW = ("dspark", "fixed_length", "auto_drawn")
-
-
-@pytest.mark.parametrize("family", first_fast(TARGETS, 1))
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_greedy_output_of_blocks_equals_transformers_generate(kind, family):
-    decoder = decoder_of(kind, FixedLength(9), sampling=GREEDY, family=family)
-    with observed(decoder) as seen:
-        generation = decoder.generate(PROMPT, 40)
-    seen.check(generation, len(PROMPT))
-    assert list(generation.token_ids) == greedy(40, family)
-    assert generation.rounds[0].drafted == ()
-    assert {len(round_.drafted) for round_ in generation.rounds[1:-4]} == {BLOCK}, "a block is all that a round drafts"
-    assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
-
-
-@pytest.mark.parametrize("policy", first_fast([*FEW, *(name for name in EVERY if name not in FEW)], 3))
-def test_the_sampled_law_is_the_target_s_exactly_under_every_policy(policy):
-    sampling = SAMPLINGS["top_k"]
-    decoder = decoder_of("rnn", EVERY[policy], sampling=sampling)
-    found = law_of(lambda draws: decoder.generate(PROMPT, 4, generator=draws).token_ids)
-    assert_same_law(found, target_law(sampling, 4), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("policy", ["fixed_length", "token_prob", "ada_edl", "prefix_head", "never_draft"])

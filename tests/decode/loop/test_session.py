@@ -119,44 +119,45 @@ def test_what_a_narrower_level_cannot_verify_and_a_model_in_two_roles_are_refuse
         SpeculativeDecoder(model, ModelDrafter(model, FixedLength(2))).generate(PROMPT, NUM)
 
 
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_a_model_that_is_put_into_train_mode_between_two_generations_is_refused(is_batch):
-    target, draft = llama(0), llama(1)
-    decoder = SpeculativeDecoder(target, ModelDrafter(draft, FixedLength(3)))
-    generate = partial(decoder.generate_batch, [PROMPT], NUM) if is_batch else partial(decoder.generate, PROMPT, NUM)
-    for part in (target, draft.model.layers[0]):
-        generate()
-        part.train()
-        with pytest.raises(ValueError, match="in train mode"):
-            generate()
-        part.eval()
-
-
 EXCHANGE = Exchange("a", "", PROMPT, [2, 3], "length")
 
 
 def recorded(target, draft):
     recorder = Recorder(draft, target, Sampling(), WIDTH, frozenset(), 3)
-    return record_trace(recorder, [EXCHANGE], max_new_tokens=2)
+    return lambda: record_trace(recorder, [EXCHANGE], max_new_tokens=2)
 
 
 def labelled(target, draft):
     settings = {"vocab_size": WIDTH, "batch_size": 1, "chunk_mb": 1, "feature_dtype": torch.float32}
     labeller = Labeller(draft=draft, target=target, sampling=Sampling(), **settings)
     inputs = {"uniform": torch.full((2,), 0.5, dtype=torch.float64)}
-    return labeller.label([EXCHANGE], inputs, with_hidden=False, progress=lambda _: None)
+    return lambda: labeller.label([EXCHANGE], inputs, with_hidden=False, progress=lambda _: None)
 
 
 def responded(target, _):
     settings = {"vocab_size": WIDTH, "eos_ids": frozenset(), "max_new_tokens": 2, "batch_size": 1}
-    return TargetInProcess(target, Sampling(), **settings).respond([Request("a", "", PROMPT)], 0, lambda _: None)
+    source = TargetInProcess(target, Sampling(), **settings)
+    return lambda: source.respond([Request("a", "", PROMPT)], 0, lambda _: None)
 
 
-@pytest.mark.parametrize("stage", [recorded, labelled, responded])
-def test_a_stage_that_makes_data_or_traces_refuses_a_model_in_train_mode(stage):
-    for target, draft in ((in_train_mode(0), llama(1)), (llama(0), in_train_mode(1)))[: 1 + (stage is not responded)]:
+def generated(target, draft):
+    return partial(SpeculativeDecoder(target, chain(draft)).generate, PROMPT, NUM)
+
+
+def batched(target, draft):
+    return partial(SpeculativeDecoder(target, chain(draft)).generate_batch, [PROMPT], NUM)
+
+
+@pytest.mark.parametrize("stage", [generated, batched, recorded, labelled, responded])
+def test_a_model_that_is_put_into_train_mode_between_two_runs_is_refused_by_every_stage(stage):
+    target, draft = llama(0), llama(1)
+    run = stage(target, draft)
+    for part in (target, draft.model.layers[0])[: 1 + (stage is not responded)]:
+        run()
+        part.train()
         with pytest.raises(ValueError, match="in train mode"):
-            stage(target, draft)
+            run()
+        part.eval()
 
 
 def streams(kind: str, shared: str) -> list[SpeculativeDecoder | PearlDecoder]:

@@ -47,40 +47,49 @@ def head_with_every_input(timing: str, scalars: bool | list[str] = True) -> Acce
     return random_head(4, timing, scalars, timing != "prefix", timing != "fed").double()
 
 
+@pytest.fixture
+def _margin():
+    """The scalar of docs/extending.md, which is an entry of a table and nothing else."""
+    with added_to(SCALARS, "SCALARS"):
+        yield
+
+
 NAMES = [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit", "entropy"}, {"prefix_logit"}]
 
 
+@pytest.mark.usefixtures("_margin")
 @pytest.mark.parametrize("reader", [HostSignals, DeviceSignals])
+@pytest.mark.parametrize("named", [*NAMES, Watch.signals])
 @pytest.mark.parametrize("scalars", [True, ["margin", "entropy", "text_position"]])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
-def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(sampling, scalars, reader):
-    """By each reader, whatever the policy names; of docs/extending.md's scalar too, which is an entry of a table."""
-    with added_to(SCALARS, "SCALARS"):
-        fed, drawn = (head_with_every_input(timing, scalars) for timing in ("fed", "drawn"))
-        prefix = head_with_every_input("prefix")
-        for named in (*NAMES, Watch.signals):
-            policy, model = type("Names", (Watch,), {"signals": frozenset(named)})((fed, drawn, prefix)), ToyModel(2, 5)
-            drafter = ModelDrafter(model, policy)
-            drafter._signals = reader(policy, model)
-            drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
-            proposal = drafter.propose(list(PROMPT), 4)
-            inputs = None
-            for i, (token, shown) in enumerate(zip(proposal.tokens, policy.seen, strict=True)):
-                fresh = ToyModel(2, 5)
-                logits = fresh.feed([*PROMPT, *proposal.tokens[:i]])[-1]
-                probs, hidden, nats = logits.softmax(-1), fresh.hidden[-1], entropy(logits)
-                expected = {"entropy": nats, "max_prob": probs.max(), "token_prob": probs[token]}
-                expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
-                position = torch.tensor(1.0 + len(PROMPT) + i).log()
-                values = [probs[token].log(), nats] if scalars is True else [logits.max() - logits[token], nats, position]
-                inputs = torch.stack(values), model.embedding(torch.tensor([token]))[0]
-                expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, nats[None])}
-                assert shown.position == i
-                for name in named & expected.keys():
-                    tolerance = 1e-12 if reader is HostSignals and name[-5:] != "logit" else 1e-5
-                    assert getattr(shown, name) == pytest.approx(float(expected[name]), rel=tolerance), name
-                assert sampling.probs(logits)[token] > 0
-                assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
+def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_their_time(
+    sampling, scalars, named, reader
+):
+    """By each reader, whatever the policy names."""
+    fed, drawn = (head_with_every_input(timing, scalars) for timing in ("fed", "drawn"))
+    prefix, model = head_with_every_input("prefix"), ToyModel(2, 5)
+    policy = type("Names", (Watch,), {"signals": frozenset(named)})((fed, drawn, prefix))
+    drafter = ModelDrafter(model, policy)
+    drafter._signals = reader(policy, model)
+    drafter.start(Session(sampling, frozenset(), RandomSampler(seeded(4))))
+    proposal = drafter.propose(list(PROMPT), 4)
+    inputs = None
+    for i, (token, shown) in enumerate(zip(proposal.tokens, policy.seen, strict=True)):
+        fresh = ToyModel(2, 5)
+        logits = fresh.feed([*PROMPT, *proposal.tokens[:i]])[-1]
+        probs, hidden, nats = logits.softmax(-1), fresh.hidden[-1], entropy(logits)
+        expected = {"entropy": nats, "max_prob": probs.max(), "token_prob": probs[token]}
+        expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
+        extended = [logits.max() - logits[token], nats, torch.tensor(1.0 + len(PROMPT) + i).log()]
+        numbers = torch.stack([probs[token].log(), nats] if scalars is True else extended)
+        inputs = numbers, model.embedding(torch.tensor([token]))[0]
+        expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, nats[None])}
+        assert shown.position == i
+        for name in named & expected.keys():
+            tolerance = 1e-12 if reader is HostSignals and not name.endswith("logit") else 1e-5
+            assert getattr(shown, name) == pytest.approx(float(expected[name]), rel=tolerance), name
+        assert sampling.probs(logits)[token] > 0
+        assert sampling.is_greedy or torch.equal(proposal.dists[i], sampling.probs(logits))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
