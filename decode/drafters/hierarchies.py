@@ -115,12 +115,8 @@ class PreVerifiedDrafter(PolicyDrafter):
         rounds: InnerRounds | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Args:
-        inner: any drafter, also a pre-verified one.
-        model: verifies what `inner` proposes.
-        policy: when this level stops, by the signals and hidden states of `model`.
-        rounds: None: those of full HSDDW.
-        vocab_size: as in `ModelDrafter`.
+        """`model` verifies what `inner` proposes, any drafter, and its signals and hidden states show `policy` when
+        this level stops. `rounds` are by default those of full HSDDW; `vocab_size` is as in `ModelDrafter`.
         """
         wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
         super().__init__(wrapped, policy)
@@ -183,15 +179,10 @@ def hsddw(
     policies: tuple[Policy, Policy] | None = None,
     bonus: bool = True,
 ) -> PreVerifiedDrafter:
-    """The drafter of one of HSDDW's configurations.
+    """The drafter of one of HSDDW's configurations, whose policies `policies` replace: (micro's, draft's).
 
-    Args:
-        micro: drafts; the paper's is a 68M Llama.
-        draft: pre-verifies; the paper's is Llama-2 7B.
-        configuration: how levels alternate, and which levels stop themselves.
-        window: K, the maximum number of tokens that a level drafts at a time.
-        policies: (micro's, draft's), instead of the configuration's.
-        bonus: as in `InnerRounds`.
+    The paper's micro is a 68M Llama, and its draft Llama-2 7B. `window` is K, the maximum number of tokens that a level
+    drafts at a time; `bonus` is as in `InnerRounds`.
     """
     if configuration not in CONFIGURATIONS:
         raise ValueError(f"configuration is {configuration!r}; one of {', '.join(CONFIGURATIONS)}")

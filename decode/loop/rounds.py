@@ -148,14 +148,8 @@ def settle_round(
 ) -> Round:
     """End a verified round: extend the text by what is emitted, and roll the caches back.
 
-    Args:
-        text: token ids so far.
-        proposal: the draft, with its `accepted` tokens.
-        next_token: the target's token after them.
-        target: verified the draft.
-        drafter: made it.
-        eos_ids: tokens that end a generation.
-        clock_s: when the round began, and when it was drafted; None: the round is not timed.
+    `next_token` is the target's token after the `accepted` ones of the proposal; `clock_s` is when the round began, and
+    when it was drafted (None: the round is not timed).
     """
     accepted, tree = tuple(proposal.accepted), proposal.tree
     emitted = [proposal.tokens[index] for index in accepted]

@@ -68,13 +68,8 @@ class SignalReader:
     ) -> tuple[int, AfterDraw]:
         """Draw a token of q and read the signals of the step; those that the policy does not name are meaningless.
 
-        Args:
-            position: tokens drafted before this one in the round.
-            logits: of the draft's last forward, whose row they are by `row`.
-            q: the distribution that `draws` draw from; ValueError if it is not finite.
-            draws: the source of randomness.
-            row: index of the logits among that forward's rows.
-            probs: softmax(logits), if it is known.
+        `position` is the number of tokens drafted before this one in the round, `row` the index of these logits among
+        those of the draft's last forward, and `probs` softmax(logits), if it is known. ValueError if q is not finite.
         """
         token = draws.token(q) if self.on_host else draws.draw(q)
         return self._read(position, logits, token, row, probs)
@@ -211,10 +206,10 @@ class BatchSignals:
 
         Args:
             position: draft position of the tokens, from 0.
-            logits: the draft's logits, before any sampling transform.
-            hidden: the hidden states that gave the logits, if a policy has heads.
-            token: drafted token of each row; an id beyond the last is returned as it is.
-            policies: policy of each row.
+            logits: the draft's, before any sampling transform.
+            hidden: the states that gave the logits, if a policy has heads.
+            token: drafted by each row; an id beyond the last is returned as it is.
+            policies: of each row.
             nums_before: tokens of each row's response before the round.
             kept: index of each row among those of the step before; None: they are the same rows.
         """

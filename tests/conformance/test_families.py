@@ -74,11 +74,3 @@ def test_generation_ends_at_any_of_the_models_eos_ids_however_they_are_given(kin
     for target in (model, CachedModel(model)):
         decoder = SpeculativeDecoder(target, drafter, sampling=greedy)
         assert list(decoder.generate([5, 9, 3], 12).token_ids) == expected[: expected.index(last) + 1]
-
-
-def test_padding_of_a_vocabulary_is_never_emitted():
-    model, width = build(Family("llama", "full", {})), 20
-    drafter = ModelDrafter(stranger(), FixedLength(3), vocab_size=width)
-    greedy = {"sampling": Sampling(temperature=0.0), "vocab_size": width, "eos_ids": frozenset()}
-    ours = SpeculativeDecoder(model, drafter, **greedy).generate([5, 9, 3], 12).token_ids
-    assert list(ours) == plain(model, [5, 9, 3], 12, suppress_tokens=list(range(width, 40)))

@@ -23,20 +23,12 @@ class Known(BatchAuto):
 
     signals = frozenset({"token_prob"})
 
-    def begin(self, state):
-        return (1.0,)
-
-    def after(self, state, drawn):
-        return (state[0] * drawn.token_prob,), False
-
-    def end(self, state, outcome):
-        return state
-
-    def expected_tokens(self, state, signals=None):
-        return state[0] * MEAN
+    def score(self, learned, signals):
+        return signals.token_prob
 
 
-KNOWN = Known(AcceptanceHead(4, 0, "drawn"), BatchCosts(Curve.line(1.0), Curve.line(1.0)))
+LINES = BatchCosts(Curve.line(1.0), Curve.line(1.0))
+KNOWN = Known(AcceptanceHead(4, 0, "drawn"), LINES, next_mean=MEAN, index_offset=MEAN, first_index=MEAN)
 
 
 def row_of(name: str, policy: Policy, verified: Sequence[int] = (), num_accepted: int = 0) -> RequestRow:
@@ -115,16 +107,6 @@ def test_the_rule_is_as_fast_as_the_best_fixed_length_or_faster_with_times_that_
     engine = Engine(steps, verification(token_s))
     engine.run([KNOWN] * num_rows, 10)
     assert engine.run([KNOWN] * num_rows, 1600 // num_rows) > gain * best_fixed(num_rows, token_s)
-
-
-def test_costs_and_throughput_are_those_of_the_engine():
-    engine = Engine(steps, verification(0.001))
-    rate = engine.run([KNOWN] * 4, 300)
-    costs = engine.controller._costs
-    assert costs.draft(4) == pytest.approx(steps(4))
-    for tokens in (12, 24):  # the first step, which is always made, counts to the target
-        assert costs.target(tokens) == pytest.approx(verification(0.001)(tokens) + steps(4), rel=0.1)
-    assert engine.controller.throughput == pytest.approx(rate, rel=0.15)
 
 
 def test_a_rule_that_served_many_serves_one_as_if_it_had_served_no_other():

@@ -1,27 +1,24 @@
 """Requests of one batch draft what each would draft alone, whoever else is there (laws 4.3, 4.13)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.loop.signals import BatchSignals
 from decode.policies import AdaEDL, AfterDraw, FixedLength, Heuristic, Policy, SelfVerify
 from decode.policies.auto import Auto
-from decode.policies.batch import batched
+from decode.policies.batch import BatchAuto, batched
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
-from lm import GreedySampler, RandomSampler, Sampler, Sampling, verify
+from lm import Sampling
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.enumeration import seeded
 from tests.toys.loop import BothHeads, LearnedProb, random_head
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
-GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling()
-STOPS = frozenset({EOS})
+GREEDY, STOPS = Sampling(temperature=0.0), frozenset({EOS})
 
 
 def head(timing: str, *, inputs: bool | tuple[str, ...]) -> AcceptanceHead:
@@ -38,164 +35,113 @@ LEARNING: list[Policy] = [LearnedProb(0.5), HeadPolicy(DRAWN, 0.5, is_learning=T
 LEARNING.append(Auto(PREFIX, 1.0, 4.0, is_learning=True))
 
 
-@dataclass
-class Asked:
-    """One request, and what became of it: of each verified round, the tokens drafted and what the policy saw."""
-
-    id: str
-    policy: Policy
-    prompt: list[int]
-    draws: Sampler
-    rounds: list[tuple[list[int], list[AfterDraw]]] = field(default_factory=list)
-    verified: tuple[int, ...] = ()
-    num_accepted: int = 0
-    num_begun: int = 0
-
-    def __post_init__(self) -> None:
-        self.committed = list(self.prompt)
-
-    @property
-    def num_left(self) -> int:
-        return len(self.prompt) + LIMIT - len(self.committed)
-
-    def begin(self) -> RequestRow:
-        self.num_begun, self.laws, self.fed, self.seen = self.num_begun + 1, [], list(self.committed), []
-        room = min(LENGTH, self.num_left - 1)
-        return RequestRow(self.id, self.policy, self.verified, self.num_accepted, room, STOPS)
-
-
-class FakeEngine:
-    """A serving engine in miniature: a continuous batch that drafts in lockstep, and may make requests wait."""
-
-    def __init__(self, sampling: Sampling, num_rows: int, waits: frozenset[int]) -> None:
-        """`waits`: rounds whose draft is not verified: the request loses its row, and comes back later."""
-        self.sampling, self.num_rows, self.waits, self.most_remembered = sampling, num_rows, waits, 0
-        self.lanes, self.signals = Lanes(), BatchSignals(model(2).get_input_embeddings())
-
-    @torch.inference_mode()
-    def run(self, requests: Sequence[Asked]) -> None:
-        """Serve all of them; a row that is free takes the next."""
-        waiting, batch = list(requests), list[Asked]()
-        while waiting or batch:
-            num_free = self.num_rows - len(batch)
-            batch, waiting = batch + waiting[:num_free], waiting[num_free:]
-            self.draft(batch, alive={asked.id for asked in waiting if asked.num_begun} | {asked.id for asked in batch})
-            self.most_remembered = max(self.most_remembered, len(self.lanes._alive))
-            for asked, tokens in list(zip(batch, self.lanes.drafts, strict=True)):
-                if asked.num_begun in self.waits:
-                    batch.remove(asked)
-                    waiting.append(asked)
-                    asked.verified = ()
-                elif self.verify(asked, tokens):
-                    batch.remove(asked)
-
-    def draft(self, batch: list[Asked], alive: set[str]) -> None:
-        goes_on, position = self.lanes.begin([asked.begin() for asked in batch], alive), 0
-        while goes_on:
-            outputs = [model(2)(torch.tensor([asked.fed]), output_hidden_states=True) for asked in batch]
-            logits = torch.cat([output.logits[:, -1] for output in outputs])
-            hidden = torch.cat([output.hidden_states[-1][:, -1] for output in outputs])
-            token = torch.tensor([self.token(*row) for row in zip(range(len(batch)), batch, logits, strict=True)])
-            nums_before = [len(asked.committed) - len(asked.prompt) for asked in batch]
-            given = {"policies": self.lanes.policies, "nums_before": nums_before}
-            tokens, drawn = self.signals.read(position, logits, hidden, token, **given)
-            for asked, token_id, one in zip(batch, tokens, drawn, strict=True):
-                asked.seen.append(one)
-                asked.fed.append(token_id)
-            goes_on, position = self.lanes.step(tokens, drawn), position + 1
-
-    def token(self, place: int, asked: Asked, logits: Tensor) -> int:
-        """A row that has stopped gets any token, and draws none."""
-        law = self.sampling.dists(logits[None], asked.fed)[0]
-        asked.laws.append(law)
-        return asked.draws.token(law) if self.lanes._rows[place].run.is_going else (7 * place) % len(law)
-
-    def verify(self, asked: Asked, tokens: list[int]) -> bool:
-        """Verify a draft; True if the request has ended."""
-        fed = asked.committed + tokens
-        logits = model(1, 2)(torch.tensor([fed])).logits[0, len(asked.committed) - 1 :]
-        verdict = verify(tokens, asked.laws[: len(tokens)], self.sampling.dists(logits, fed), asked.draws)
-        asked.verified, asked.num_accepted = tuple(tokens), verdict.num_accepted
-        asked.rounds.append((tokens, asked.seen[: len(tokens)]))
-        emitted = tokens[: verdict.num_accepted]
-        has_ended = EOS in emitted
-        asked.committed += emitted if has_ended else [*emitted, verdict.next_token]
-        return EOS in asked.committed[-1:] or asked.num_left < 1
-
-
-class Watched(ModelDrafter):
-    """Keeps what its policy saw of each round."""
+class Recorded(ModelDrafter):
+    """Keeps the steps of its rounds: the text before each, its token, and what the policy saw."""
 
     def start(self, session):
-        self.seen: list[list[AfterDraw]] = []
+        self.rounds: list[list[tuple[list[int], int, AfterDraw]]] = []
         super().start(session)
 
-    def conclude(self, committed, num_accepted):
-        self.seen.append([drawn for _, drawn in self.run.steps])
-        super().conclude(committed, num_accepted)
+    def begin(self, committed, max_tokens):
+        self.rounds.append([])
+        self.text = list(committed)
+        return super().begin(committed, max_tokens)
+
+    def take(self, token, drawn, q):
+        self.rounds[-1].append(([*self.text, *self.proposal.tokens], token, drawn))
+        return super().take(token, drawn, q)
 
 
-def draws(place: int) -> RandomSampler:
-    return RandomSampler(seeded(place))
+class Request:
+    """A request of a server, with the rounds that the loop plays for it alone."""
 
+    num_begun = num_before = 0
+    verified: tuple[Sequence[int], int] = (), 0
 
-def served(
-    rules: list[Policy], sampling: Sampling, *, num_rows: int = 4, waits: frozenset[int] = frozenset()
-) -> tuple[FakeEngine, list[Asked]]:
-    engine = FakeEngine(sampling, num_rows, waits)
-    requests = [
-        Asked(str(i), rule, prompt, GreedySampler() if sampling.is_greedy else draws(i))
-        for i, (rule, prompt) in enumerate(zip(rules, PROMPTS, strict=False))
-    ]
-    engine.run(requests)
-    return engine, requests
-
-
-def check_alone(requests: list[Asked], sampling: Sampling) -> None:
-    """Every request's rounds and signals are those of the loop."""
-    for place, request in enumerate(requests):
-        drafter = Watched(model(2), request.policy)
+    def __init__(self, place: int, policy: Policy, sampling: Sampling) -> None:
+        drafter = Recorded(model(2), policy)
         decoder = SpeculativeDecoder(model(1, 2), drafter, sampling=sampling, max_draft_length=LENGTH)
-        alone = decoder.generate(PROMPTS[place], LIMIT, generator=draws(place))
-        assert [tokens for tokens, _ in request.rounds] == [list(one.drafted) for one in alone.rounds], request.policy
-        assert request.committed == [*PROMPTS[place], *alone.token_ids]
-        for (_, shown), expected in zip(request.rounds, drafter.seen, strict=True):
-            for there, here in zip(shown, expected, strict=True):
-                names = ("position", *request.policy.signals)
-                assert [getattr(there, name) for name in names] == pytest.approx(
-                    [getattr(here, name) for name in names], abs=1e-4
-                )
+        played = decoder.generate(PROMPTS[place], LIMIT, generator=seeded(place)).rounds
+        self.id, self.policy, self.rounds = str(place), policy, list(zip(drafter.rounds, played, strict=True))
+        self.lengths: set[int] = set()
+
+    def begin(self) -> RequestRow:
+        self.num_begun += 1
+        room = min(LENGTH, LIMIT - self.num_before - 1)
+        return RequestRow(self.id, self.policy, *self.verified, room, STOPS)
+
+    def step(self, position: int) -> tuple[list[int], int, AfterDraw]:
+        """The step at this position of the round; any step where the loop has stopped."""
+        steps = self.rounds[0][0] or [([1], 1, AfterDraw(0))]
+        return steps[min(position, len(steps) - 1)]
+
+    def end(self, tokens: list[int]) -> bool:
+        """End a verified round; True if the request has ended."""
+        _, played = self.rounds.pop(0)
+        is_ruled = isinstance(self.policy, BatchAuto)  # which alone never stops
+        assert tokens == list(played.drafted[: len(tokens) if is_ruled else None]), self.policy
+        self.verified = tokens, min(played.num_accepted, len(tokens))
+        self.num_before += len(played.emitted)
+        self.lengths.add(len(tokens))
+        return not self.rounds
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(0.7, top_p=0.9)])
-def test_a_batch_drafts_what_each_of_its_requests_drafts_alone(sampling: Sampling):
-    rules = [*FORGETFUL, *REMEMBERING, *(LEARNING if sampling.is_greedy else [])]
-    check_alone(served(rules, sampling)[1], sampling)
+@torch.inference_mode()
+def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()) -> int:
+    """Serve requests in a continuous batch that drafts in lockstep: each drafts and sees what it does alone.
+
+    `waits`: rounds whose draft is not verified: the request loses its row, and comes back later. Returns the largest
+    number of requests that were remembered.
+    """
+    lanes, signals, nums_remembered = Lanes(), BatchSignals(model(2).get_input_embeddings()), []
+    waiting, batch = list(requests), list[Request]()
+    while waiting or batch:
+        num_free = num_rows - len(batch)
+        batch, waiting = batch + waiting[:num_free], waiting[num_free:]
+        alive = {request.id for request in batch} | {request.id for request in waiting if request.num_begun}
+        goes_on, position = lanes.begin([request.begin() for request in batch], alive), 0
+        while goes_on:
+            texts, ids, expected = zip(*(request.step(position) for request in batch), strict=True)
+            outputs = [model(2)(torch.tensor([text]), output_hidden_states=True) for text in texts]
+            logits = torch.cat([output.logits[:, -1] for output in outputs])
+            hidden = torch.cat([output.hidden_states[-1][:, -1] for output in outputs])
+            given = {"policies": lanes.policies, "nums_before": [request.num_before for request in batch]}
+            tokens, drawn = signals.read(position, logits, hidden, torch.tensor(ids), **given)
+            for lane, ours, theirs in zip(lanes._rows, drawn, expected, strict=True):
+                for name in ("position", *lane.run.policy.signals) if lane.run.is_going else ():
+                    assert getattr(ours, name) == pytest.approx(getattr(theirs, name), abs=1e-4), lane.run.policy
+            goes_on, position = lanes.step(tokens, drawn), position + 1
+        nums_remembered.append(len(lanes._alive))
+        for request, tokens in zip(list(batch), lanes.drafts, strict=True):
+            if request.num_begun in waits:
+                batch.remove(request)
+                waiting.append(request)
+                request.verified = (), 0
+            elif request.end(tokens):
+                batch.remove(request)
+    return max(nums_remembered)
 
 
-def test_requests_of_one_policy_keep_their_memories_apart():
-    for policy in REMEMBERING:
-        check_alone(served([policy] * 6, SAMPLED)[1], SAMPLED)
+CASES = [(sampling, 4, ()) for sampling in (GREEDY, Sampling(), Sampling(0.7, top_p=0.9))]
 
 
-def test_a_request_that_had_to_wait_goes_on_as_if_it_had_not():
-    rules = [*REMEMBERING, *LEARNING, *FORGETFUL[5:8]]
-    check_alone(served(rules, GREEDY, num_rows=3, waits=frozenset({1, 3}))[1], GREEDY)
+@pytest.mark.parametrize(("sampling", "num_rows", "waits"), [*CASES, (GREEDY, 3, (1, 3))])
+def test_a_batch_drafts_what_each_of_its_requests_drafts_alone(sampling, num_rows, waits):
+    """Also where it had to wait, and where others have the same policy."""
+    rules = [*FORGETFUL, *REMEMBERING, *REMEMBERING, *(LEARNING if sampling.is_greedy else [])]
+    serve([Request(place, rule, sampling) for place, rule in enumerate(rules)], num_rows, waits)
 
 
-def test_requests_under_the_batchs_rule_get_the_tokens_that_they_get_alone_beside_others():
+def test_the_batchs_rule_stops_some_rows_and_leaves_the_others_as_they_are_alone():
     rules = [batched(Auto(head, 1.0, 4.0), 1) for head in (DRAWN, FED)]
-    _, requests = served([*rules, FixedLength(3), HeadPolicy(DRAWN, 0.5)] * 3, GREEDY, waits=frozenset({2}))
-    how = {"sampling": GREEDY, "max_draft_length": LENGTH}
-    for place, request in enumerate(requests):
-        decoder = SpeculativeDecoder(model(1, 2), ModelDrafter(model(2), FixedLength(0)), **how)
-        assert request.committed == [*PROMPTS[place], *decoder.generate(PROMPTS[place], LIMIT).token_ids]
-    # the rule drafts, and not one length
-    assert {len(tokens) for request in requests[::4] for tokens, _ in request.rounds} > {1}
+    policies = [*rules, FixedLength(3), HeadPolicy(DRAWN, 0.5)] * 3
+    requests = [Request(place, policy, GREEDY) for place, policy in enumerate(policies)]
+    serve(requests, 4)
+    assert set().union(*(request.lengths for request in requests[::4])) > {1}
 
 
 def test_lanes_remember_the_living_alone():
-    assert served([Heuristic(2)] * 12, GREEDY, num_rows=3)[0].most_remembered == 3
+    assert serve([Request(place, Heuristic(2), GREEDY) for place in range(12)], 3) == 3
 
 
 def row(policy: Policy, room: int = 5) -> RequestRow:

@@ -30,24 +30,20 @@ def drafts_of_transformers(pair, policy: Assisted, prompt: list[int]) -> tuple[l
     """(tokens drafted in each round, the text) of transformers' own greedy assisted generation."""
     target, draft = pair
     fed: list[int] = []
-    schedule = "heuristic_transient" if policy.is_heuristic else "constant"
-    before = draft.generation_config.to_dict()
-    draft.generation_config.update(
-        num_assistant_tokens=policy.num_assistant_tokens,
-        num_assistant_tokens_schedule=schedule,
-        assistant_confidence_threshold=policy.assistant_confidence_threshold,
-    )
-    hook = target.register_forward_pre_hook(
+    settings = {
+        "num_assistant_tokens": policy.num_assistant_tokens,
+        "num_assistant_tokens_schedule": "heuristic_transient" if policy.is_heuristic else "constant",
+        "assistant_confidence_threshold": policy.assistant_confidence_threshold,
+    }
+    counting = target.register_forward_pre_hook(
         lambda model, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    try:
+    with counting, pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setattr(draft.generation_config, name, value)
         ids = torch.tensor([prompt])
-        text = target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=TOKENS, do_sample=False
-        )
-    finally:
-        hook.remove()
-        draft.generation_config.update(**{name: before.get(name) for name in draft.generation_config.to_dict()})
+        how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "do_sample": False}
+        text = target.generate(ids, assistant_model=draft, **how)
     fed[0] -= len(prompt) - 1
     return [count - 1 for count in fed], text[0, len(prompt) :].tolist()
 

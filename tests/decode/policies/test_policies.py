@@ -37,10 +37,6 @@ from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import POLICIES
 
 
-def drawn_with(**signals: float) -> AfterDraw:
-    return AfterDraw(**({"position": 0} | signals))
-
-
 def test_official_defaults():
     defaults = {name: {f.name: f.default for f in fields(registered.kind)} for name, registered in BY_NAME.items()}
     official = {
@@ -62,7 +58,7 @@ def ended(num_accepted: int, num_drafted: int, num_allowed: int = 9, entropy: fl
 
 def test_svip_and_transformers_heuristic_do_as_published():
     """Official code: draft until sqrt(0.15 H) > 0.3; two more tokens after full acceptance, else one less."""
-    assert [bool(Entropy().after((), drawn_with(entropy=nats))[1]) for nats in (0.599, 0.601)] == [False, True]
+    assert [bool(Entropy().after((), AfterDraw(0, entropy=nats))[1]) for nats in (0.599, 0.601)] == [False, True]
     policy = Heuristic()
     state = policy.start()
     for outcome, length in ((ended(5, 5), 7), (ended(2, 7), 6), (ended(0, 0), 6), *((ended(0, 2), k) for k in (5, 4))):
@@ -74,11 +70,11 @@ def test_svip_and_transformers_heuristic_do_as_published():
 def test_self_verify_compares_with_the_running_mean_of_rejected_entropies():
     policy = SelfVerify()
     state = policy.start()
-    assert policy.after(state, drawn_with(entropy=0.01))[1]
+    assert policy.after(state, AfterDraw(0, entropy=0.01))[1]
     for outcome in (ended(1, 2, entropy=1.0), ended(1, 2, entropy=2.0), ended(2, 2)):
         state = policy.end(state, outcome)
-    assert not policy.after(state, drawn_with(entropy=1.5))[1]
-    assert policy.after(state, drawn_with(entropy=1.51))[1]
+    assert not policy.after(state, AfterDraw(0, entropy=1.5))[1]
+    assert policy.after(state, AfterDraw(0, entropy=1.51))[1]
 
 
 def test_ada_edl_moves_its_threshold_as_published():
@@ -86,8 +82,8 @@ def test_ada_edl_moves_its_threshold_as_published():
     assert policy.end((0.2, 1.0), ended(4, 4, 4)) == pytest.approx((0.2, 1.0))
     assert policy.end((0.2, 0.9), ended(1, 4)) == pytest.approx((0.9 * 0.2 + 0.1 * 0.21, 0.5 * 0.9 + 0.5 * 0.25))
     assert policy.end((0.2, 1.0), ended(4, 4)) == pytest.approx((0.9 * 0.2 + 0.1 * 0.19, 1.0))
-    assert policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.3).before)
-    assert not policy.stop_before((0.5, 0.9), drawn_with(position=1, entropy=1.2).before)
+    assert policy.stop_before((0.5, 0.9), AfterDraw(position=1, entropy=1.3).before)
+    assert not policy.stop_before((0.5, 0.9), AfterDraw(position=1, entropy=1.2).before)
 
 
 @pytest.mark.parametrize("is_calibrated", [False, True])
@@ -99,7 +95,7 @@ def test_the_head_policy_stops_where_the_survival_product_says(is_calibrated):
     survival, state = 1.0, policy.begin(policy.start())
     for i, logit in enumerate(logits):
         survival *= 1 / (1 + np.exp(-(logit + shift)))
-        state, stop = policy.after(state, drawn_with(position=i, fed_logit=logit))
+        state, stop = policy.after(state, AfterDraw(position=i, fed_logit=logit))
         assert bool(stop) == (1 - survival > 0.5)
 
 
@@ -215,11 +211,11 @@ def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
         assert min(float(entropy(row)), float(read), by_host.read(0, row, token).entropy) >= 0.0
 
 
-def lengths_of(policy: Policy, logits: list[float], **signals: float) -> list[str]:
+def lengths_of(policy: Policy, logits: list[float]) -> list[str]:
     """What becomes of each token, of a draft that goes on whatever the policy says."""
-    state, said, nothing = policy.begin(policy.start()), [], dict.fromkeys(AfterDraw._fields, 0.0)
+    state, said = policy.begin(policy.start()), []
     for position, logit in enumerate(logits):
-        seen = AfterDraw(**(nothing | {"position": position, "prefix_logit": logit} | signals))
+        seen = AfterDraw(position, prefix_logit=logit)
         before = policy.stops_before and bool(policy.stop_before(state, seen.before))
         state, after = policy.after(state, seen)
         said.append("before" if before else "after" if after else "on")
