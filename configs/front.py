@@ -70,14 +70,9 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
+@ending_in_one_line()
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` names; exits with 2 and one line on a user's error."""
-    with ending_in_one_line():
-        _main(argv)
-        sys.stdout.flush()
-
-
-def _main(argv: list[str] | None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name == "--version":
         print(f"acceptance-heads {version('acceptance-heads')}")
@@ -94,6 +89,7 @@ def _main(argv: list[str] | None) -> None:
             with _announced_imports():
                 trainer = import_module("pytorch_lightning").Trainer
         run({name: command}, default=name, argv=rest, trainer=trainer)
+    sys.stdout.flush()
 
 
 def all_steps(config: Config) -> None:

@@ -16,9 +16,7 @@ NAMES = tuple(name.removesuffix(".yaml") for name in _YAMLS)
 
 
 def experiment_file(given: str) -> str:
-    """The YAML that `--config` names: a local file, else a shipped one (`tiny`, `tiny.yaml`, `configs/tiny.yaml`);
-    ValueError if it is neither.
-    """
+    """The YAML that `--config` names: a local file, or a shipped one (`tiny`, `configs/tiny.yaml`); else ValueError."""
     check_local(given, "--config")
     if ":" in given or Path(given).is_file():  # a colon: the YAML itself
         return given

@@ -171,9 +171,7 @@ def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
 
 
 def load_sweep(checkpoint: Path) -> Sweep:
-    """The sweep of a Lightning checkpoint, with the selected weights of each head; ValueError if the file is broken, or
-    not from `acceptance-heads train`.
-    """
+    """The sweep of a checkpoint of `acceptance-heads train`, with the selected weights; ValueError for another file."""
     if not checkpoint.is_file():
         raise FileNotFoundError(f"no checkpoint at {checkpoint}; run `acceptance-heads train` with this config first")
     run_of(checkpoint)
@@ -183,9 +181,7 @@ def load_sweep(checkpoint: Path) -> Sweep:
 
 
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
-    """Save a head atomically, replacing a head that exists there; ValueError if something else is there, which is left
-    as it is, or if the disk is full.
-    """
+    """Save a head atomically, also over another head; ValueError if something else is there, or the disk is full."""
     with atomic_directory(path) as folder:
         config, is_head = path / "config.json", path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
         if is_head and config.is_file():
@@ -230,9 +226,7 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
 
 
 def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
-    """The blocks of an experiment's data, as prefix heads read them, and the draft; ValueError if it has no confidence
-    head.
-    """
+    """An experiment's data, as prefix heads read it, and its draft; ValueError if that has no confidence head."""
     path, sets = config.pair.draft.path, config.heads
     if released_layout_of(config.pair.draft) != "dspark":
         raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")

@@ -38,11 +38,9 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
     combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in possible}:
-        raise ValueError(
-            f"heads.timings has {missing.pop()}, but every combination of heads.scalars {list(config.scalars)} and "
-            f"heads.embeddings {list(config.embeddings)} reads the token, which a prefix head scores before it is "
-            "drawn; add false to both"
-        )
+        read = f"heads.scalars {list(config.scalars)} and heads.embeddings {list(config.embeddings)} reads the token"
+        problem = f"heads.timings has {missing.pop()}, but every combination of {read}, which is not drawn yet"
+        raise ValueError(f"{problem}; add false to both")
     kinds: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     kinds += [(*inputs, architecture) for inputs, architecture in product(possible, config.architectures)]
     # without blocks every architecture is the same linear head

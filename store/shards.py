@@ -62,9 +62,7 @@ def sidecar_path(path: Path) -> Path:
 
 
 def write_shard(path: Path, content: bytes | memoryview, **facts: Any) -> None:
-    """Write `content` and then its sidecar {**facts, bytes, sha256}, each atomically; removes an old sidecar first.
-    ValueError if the disk is full; no incomplete file remains.
-    """
+    """Write `content` and then its sidecar {**facts, bytes, sha256}, each as `write_atomic` does."""
     sidecar_path(path).unlink(missing_ok=True)
     write_atomic(path, content)
     facts = {"shard": path.stem, **facts, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -79,9 +77,7 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that replaces `path` when the block ends; if the block raises, `path` is unchanged. ValueError if the disk
-    is full or the path is a URL.
-    """
+    """A file that replaces `path` unless the block raises; ValueError if the disk is full or the path is a URL."""
     check_local(path, "the file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -178,8 +174,8 @@ def _sha256(path: Path, *_stat: int) -> str:
 
 
 def list_shards(directory: str | Path, split: str, subfolder: str = "rows") -> list[Path]:
-    """The shards of one split in order, of a subfolder: rows, labels, or features/TIMING; FileNotFoundError if there is
-    none, ValueError if one is missing or incomplete.
+    """The shards of a split in order, of rows, labels, or features/TIMING; FileNotFoundError if there are none,
+    ValueError if one is missing or incomplete.
     """
     folder, suffix = Path(directory) / subfolder, "parquet" if subfolder == "rows" else "safetensors"
     paths = sorted(folder.glob(f"{split}-*.{suffix}"))

@@ -74,9 +74,7 @@ def read_responses(path: Path) -> list[Text]:
 
 
 def without_leakage(texts: Sequence[Text]) -> list[Text]:
-    """Drop responses that share a prompt with the last shard, which is held out, to prevent leakage; the last response
-    to each of its prompts remains.
-    """
+    """Drop responses that share a prompt with the held-out last shard, except for the last response to each prompt."""
     remaining: list[Text] = []
     for text in reversed(texts):
         if all(text[0] != prompt for prompt, _ in remaining[:_TEXTS_PER_SHARD]):

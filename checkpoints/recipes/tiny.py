@@ -38,7 +38,6 @@ _FILES = {"config.json", "generation_config.json", "model.safetensors", "tokeniz
 _FILES |= {"chat_template.jinja", "figures.json"}
 """Files of a model's directory; a directory with anything else is never overwritten."""
 
-
 Shape = tuple[int, int, int, int]
 """Layers, hidden size, intermediate size and attention heads of a model."""
 

@@ -86,9 +86,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureShard:
-    """The labels of one shard and its hidden states, in memory-mapped safetensors files that callers have checked
-    (`store.shards.check_sums`, `check_numbers`).
-    """
+    """The labels and hidden states of one shard, in mapped files that passed `check_sums` and `check_numbers`."""
 
     labels: Path
     states: Mapping[str, Path | None]
@@ -98,9 +96,7 @@ class FeatureShard:
     mixes: int = 1
     """Token mixings per response."""
     draft_starts: tuple[int, int] | None = None
-    """Response index at which a feature draft's first draft begins, and the distance to the next; (0, 1) for other
-    drafts; None: rows have no `POSITION`.
-    """
+    """Response index of a feature draft's first draft, distance to the next (else 0, 1); None: without `POSITION`."""
     texts: Path | None = None
     """The file of prompts and responses, for the draft to read."""
 
@@ -163,9 +159,7 @@ def _texts(path: Path) -> pa.Table:
 
 
 def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
-    """Raise ValueError if a number in a file of labels or states is not finite, a probability is not in [0, 1], or
-    states have another width.
-    """
+    """Raise ValueError for a number that is not finite, a probability outside [0, 1], or states of another width."""
     names = ("acceptance_prob", *columns) if path.parent.name == "labels" else ("hidden",)
     with _opened(path, *names) as file:
         if names == ("hidden",) and (stored := file.get_slice("hidden").get_shape()[-1]) != width:

@@ -54,9 +54,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
         return lengths[item.shard][item.row]
 
     def pairs(block: Sequence[Item]) -> list[list[Item]]:
-        """The longest response with the shortest and so on, in random order: [0, 1], [3, 4] and [2] of five responses
-        of 9, 1, 5, 7 and 3 tokens.
-        """
+        """The longest response with the shortest and so on; 9, 1, 5, 7 and 3 tokens: [9, 1], [7, 3], [5], shuffled."""
         by_tokens = sorted(block, key=tokens, reverse=True)
         count = (len(block) + 1) // 2
         paired = [list(dict.fromkeys(pair)) for pair in zip(by_tokens[:count], reversed(by_tokens), strict=False)]
@@ -77,9 +75,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
 def batches(
     items: Iterable[Item], size: int, *, rank: int = 0, world_size: int = 1, first: int = 0
 ) -> Iterator[list[Item]]:
-    """The part of process `rank` of each batch of `size` responses, without the first `first` batches; the last may be
-    smaller.
-    """
+    """The part of process `rank` of each batch of `size` responses, from batch `first` on; the last may be smaller."""
     remaining = iter(items)
     for batch in islice(iter(lambda: list(islice(remaining, size)), []), first, None):
         part = -(-len(batch) // world_size)
@@ -88,9 +84,7 @@ def batches(
 
 def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | dict[str, list[Row]]]:
     """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU; or
-    their rows, if the draft computes the hidden states.
-
-    Labels are read by block and cached; hidden states are copied from the mapped file into the batch.
+    their rows, if the draft computes the hidden states. Labels are read by block and cached.
     """
 
     @lru_cache(_CACHED_BLOCKS)

@@ -200,7 +200,5 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             )
     for key, (old, new) in compared.items():
         if old != new:
-            raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
-                "data.dir to data of this pair, or make it with `acceptance-heads data`"
-            )
+            problem = f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}"
+            raise ValueError(f"{problem}; set data.dir to data of this pair, or make it with `acceptance-heads data`")

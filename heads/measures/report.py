@@ -24,10 +24,8 @@ METRICS = ("auroc", "calibrated_kl", "calibrated_bce", "calibrated_brier", "cali
 
 def by_kind(specs: Sequence[HeadSpec]) -> dict[str, list[HeadSpec]]:
     """The heads of each kind of inputs."""
-    kinds: dict[str, list[HeadSpec]] = {}
-    for spec in specs:
-        kinds.setdefault(spec.shape.kind, []).append(spec)
-    return kinds
+    kinds = dict.fromkeys(spec.shape.kind for spec in specs)
+    return {kind: [spec for spec in specs if spec.shape.kind == kind] for kind in kinds}
 
 
 def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "calibrated_kl") -> dict[str, str]:
@@ -70,9 +68,7 @@ def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
 def _rivals(
     result: Result, specs: Sequence[HeadSpec]
 ) -> dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]]:
-    """Timing -> its best head, and the draft's own signal that it must beat, each with its measurements: H(q) before
-    the token is known, else log q(y).
-    """
+    """Timing -> its best head and the signal that it must beat (H(q) for prefix heads, else log q(y)), with metrics."""
     rivals: dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]] = {}
     for timing in dict.fromkeys(spec.shape.timing for spec in specs):
         names = [str(spec) for spec in specs if spec.shape.timing == timing]
@@ -199,9 +195,9 @@ def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list
             curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
             label = f"depth {spec.shape.depth}" if spec.reject_weight == of_kind[0].reject_weight else None
             axis.plot(steps, curve, color=colour, linewidth=1, label=label)
-        signals = result["signals"][of_kind[0].shape.timing]
-        name, signal = min(signals.items(), key=lambda item: item[1]["calibrated_kl"])
-        axis.axhline(signal["calibrated_kl"], color="black", linestyle="--", linewidth=1, label=f"{name} alone")
+        signals = result["signals"][of_kind[0].shape.timing].items()
+        kl, name = min((signal["calibrated_kl"], name) for name, signal in signals)
+        axis.axhline(kl, color="black", linestyle="--", linewidth=1, label=f"{name} alone")
         axis.set(xlabel="optimiser steps", title=kind)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("calibrated KL on dev, nats")

@@ -10,15 +10,6 @@ from heads.model.formula import PAPERS
 from heads.model.inputs import Inputs
 from lm.signals import SCALARS
 
-_WHEN = {
-    "fed": "once the token has been fed to the draft",
-    "drawn": "once the token is drawn",
-    "prefix": "before the token is drawn",
-    "candidate": "once the token is chosen for a tree",
-}
-"""Timing -> when a head scores a token."""
-_SPECDEC = "SpecDec++ (arXiv 2405.19715)"
-_TRUTHS = {"prefix": "acceptance_rate", "candidate": "the target's probability of the token"}
 _TEXT = Path(__file__).with_name("card.jinja")
 _SECTIONS = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
 
@@ -40,22 +31,13 @@ def description(config: dict[str, Any], *, num_parameters: int) -> str:
 
 def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     """The macros of card.jinja, filled in."""
-    timing = config["timing"]
-    extra = Inputs.of(config["scalars"], config.get("embedding", False), timing)
-    inputs = ["the draft's final hidden state", " and ".join(SCALARS[name].symbol for name in extra.scalars)]
-    mixing = {"token mixing ratio": config.get("mixing_ratio")} if timing == "fed" else {}
-    numbers = {name: value for name, value in config.get("metrics", {}).items() if isinstance(value, int | float)}
-    facts = {"architecture": PAPERS, "embedding": False} | config
-    facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")} | {
-        "papers": PAPERS,
-        "num_parameters": num_parameters,
-        "inputs": [text for text in (*inputs, "the token's embedding" * extra.embedding) if text],
-        "when": _WHEN[timing],
-        "method": _SPECDEC if timing == "fed" else f"the loss and architecture of {_SPECDEC}, with another timing",
-        "training": mixing | config.get("training", {}),
-        "numbers": numbers,
-        "truth": _TRUTHS.get(timing, "the true acceptance probability"),
-    }
+    inputs = Inputs.of(config["scalars"], config.get("embedding", False), config["timing"])
+    facts = {"architecture": PAPERS, "embedding": False, "papers": PAPERS, "num_parameters": num_parameters} | config
+    facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")}
+    mixing = {"token mixing ratio": config.get("mixing_ratio")} if config["timing"] == "fed" else {}
+    facts["training"] = mixing | config.get("training", {})
+    facts["numbers"] = {name: x for name, x in config.get("metrics", {}).items() if isinstance(x, int | float)}
+    facts["symbols"] = [SCALARS[name].symbol for name in inputs.scalars]
     template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT.read_text(encoding="utf-8"))
     macros = template.make_module(facts)
     return {name: str(getattr(macros, name)()).strip() for name in _SECTIONS}

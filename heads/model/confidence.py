@@ -31,9 +31,7 @@ _PARTS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> AcceptanceHead:
-    """The draft's confidence head as a prefix head; ValueError if it has none. Inputs that it does not read have
-    weight 0.
-    """
+    """The draft's confidence head as a prefix head, which ignores its other inputs; ValueError if it has none."""
     if draft.confidence_head is None:
         problem = f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false)"
         raise ValueError(f"{problem}; train a prefix head for it")
@@ -83,25 +81,20 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
     remedy = "export a linear prefix head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
     if head.timing != "prefix" or head.depth or head.inputs.scalars or head.inputs.is_normalised:
         raise ValueError(f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; {remedy}")
+    weight, size = head.out.weight.detach(), f"the head {name} has width {head.hidden_size}"
     if head.hidden_size < width:
-        raise ValueError(
-            f"the head {name} has width {head.hidden_size}, but this draft's confidence head has {width}; export a "
-            "head that was trained for this draft"
-        )
-    weight = head.out.weight.detach()
+        remedy = "export a head that was trained for this draft"
+        raise ValueError(f"{size}, but this draft's confidence head has {width}; {remedy}")
     if weight[:, width:].any():
-        raise ValueError(
-            f"the head {name} has width {head.hidden_size}, but engines pass a confidence head only the first {width} "
-            "numbers; train the head for a draft whose Markov head is vanilla"
-        )
+        remedy = "train the head for a draft whose Markov head is vanilla"
+        raise ValueError(f"{size}, but engines pass a confidence head only the first {width} numbers; {remedy}")
     return weight[:, :width] / head.temperature, (head.out.bias.detach() + head.calibration_shift) / head.temperature
 
 
 def _card(head: AcceptanceHead, name: str, source: Path) -> str:
     config = read_json(source / "config.json", remedy="fetch the draft again")
     about = description(head.config, num_parameters=head.num_parameters)
-    sampling = head.provenance.sampling
-    fits = ", ".join(f"{key} {value}" for key, value in sampling.items()) or "unknown"
+    fits = ", ".join(f"{key} {value}" for key, value in head.provenance.sampling.items()) or "unknown"
     return (
         f"# Confidence head of {source.name}, retrained\n\n"
         f"A copy of the DSpark draft `{source.name}` (block_size {config.get('block_size')}) in which "

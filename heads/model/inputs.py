@@ -60,9 +60,7 @@ class Inputs(NamedTuple):
         return self._asdict() | {"scalars": named.get(self.scalars, list(self.scalars))}
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-        """Hidden states or embeddings; if the head normalises them, each scaled to mean 0 and variance 1: LayerNorm
-        without weights, since a linear layer follows.
-        """
+        """Hidden states or embeddings, scaled to mean 0 and variance 1 if the head normalises them."""
         return functional.layer_norm(states, states.shape[-1:], eps=EPSILON) if self.is_normalised else states
 
     def among(
@@ -84,9 +82,7 @@ class Inputs(NamedTuple):
     def concatenated(
         self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
     ) -> Float[Tensor, "*tokens input"] | None:
-        """x of law 4.7: all inputs side by side; None if the head reads only the hidden state. ValueError for an input
-        that is missing, or given to a head that does not read it.
-        """
+        """x of law 4.7: all inputs side by side, or None; ValueError for an input that is missing or is not read."""
         is_read = {"scalars": bool(self.scalars), "embedding": self.embedding}
         for name, value in (("scalars", scalars), ("embedding", embedding)):
             if (value is not None) != is_read[name]:

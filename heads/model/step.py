@@ -45,9 +45,7 @@ class StepwiseHead:
     """One head on its device, from tensors to a tensor; also inside a compiled step."""
 
     def __init__(self, head: AcceptanceHead, vocabulary: Vocabulary | None = None) -> None:
-        """`head` is in evaluation mode, on the device of the draft's hidden states; a head that reads embeddings needs
-        `vocabulary`.
-        """
+        """`head` is in evaluation mode, on the hidden states' device; it needs `vocabulary` if it reads embeddings."""
         assert vocabulary is not None or not head.inputs.embedding, "this head reads the draft's embeddings"
         self.inputs, self.architecture = head.inputs, architecture_of(head.architecture)
         self.dtype, self.device, self.hidden_size = head.out.weight.dtype, head.out.weight.device, head.hidden_size

@@ -98,9 +98,7 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
 
 
 def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
-    """The LightningModule and the data module of a config, for the run of this name and steps on this device; errors as
-    of `FeatureData`.
-    """
+    """The LightningModule and the data module of a config, for the run of this name and steps on this device."""
     config = settled(config)
     draft = embedding = None
     if config.heads.features == "online" and released_layout_of(config.pair.draft):
@@ -112,10 +110,8 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
     if config.heads.reached and not data.manifest.get("draft_length"):
-        raise ValueError(
-            f"heads.reached is true, but it needs data of a feature draft, and {config.data.dir} was made with a "
-            "separate draft model; set heads.reached to false"
-        )
+        problem = f"heads.reached is true, but {config.data.dir} is not data of a feature draft"
+        raise ValueError(f"{problem}; set heads.reached to false")
     facts = {"run": run, "hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data)}
     facts["provenance"] = _provenance(config, data)
     if any(config.heads.embeddings):

@@ -53,12 +53,10 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path:
-        """The newest Lightning checkpoint."""
         return self.path / "last.ckpt"
 
     @property
     def metrics(self) -> Path:
-        """Path of the metrics that the run writes at its end."""
         return self.path / "val_metrics.json"
 
     def alone(self) -> AbstractContextManager[None]:

@@ -68,9 +68,7 @@ class HeadStack(nn.Module):
         targets: Targets,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
-        """The loss of every head over a batch, in chunks of tokens; not under autocast, because chunked gradients are
-        computed before the gradient scaler scales the loss.
-        """
+        """The loss of every head over a batch, in chunks except under autocast, whose scaler would come too late."""
         if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
         stream, inputs, weights = self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), self.weights

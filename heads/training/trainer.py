@@ -89,10 +89,9 @@ def make_trainer(config: Config) -> pl.Trainer:
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
     if config.heads.batch_size % trainer.world_size:
-        raise ValueError(
-            f"heads.batch_size is {config.heads.batch_size}, but {trainer.world_size} processes (trainer.devices x "
-            f"trainer.num_nodes) share each batch; use a multiple of {trainer.world_size}, or fewer devices"
-        )
+        size, processes = config.heads.batch_size, f"{trainer.world_size} processes (trainer.devices x num_nodes)"
+        remedy = f"use a multiple of {trainer.world_size}, or fewer devices"
+        raise ValueError(f"heads.batch_size is {size}, but {processes} share each batch; {remedy}")
     return trainer
 
 
@@ -132,8 +131,8 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
 def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
     """One line with the number of steps, the batch size and the number of processes."""
     processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
-    shared = f", {batch_size // processes:,} on each of {processes:,} processes" if processes > 1 else ""
     steps = f"{num_optimizer_steps(trainer):,} steps" + f" of {accumulated:,} batches" * (accumulated > 1)
+    shared = f", {batch_size // processes:,} on each of {processes:,} processes" * (processes > 1)
     return f"training for {steps}, {batch_size:,} responses per batch{shared}"
 
 
