@@ -2,7 +2,6 @@
 trace: nothing that was reported as written is lost, and the resumed result is the undisturbed one byte for byte.
 """
 
-import ctypes
 import fcntl
 import hashlib
 import io
@@ -40,7 +39,6 @@ from tests.toys.saved_pair import save_toy
 
 _END_S = 60  # a stage of the tiny experiment takes seconds: one that runs this long hangs
 _PIPE_BYTES = 2**20  # what a child may print before it is read
-_CAP_VERSION_3, _CAP_DAC_OVERRIDE = 0x20080522, 1
 Digests = dict[str, str]
 
 
@@ -170,15 +168,6 @@ def limit_files(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def obey_permissions() -> None:
-    """Even root of this process cannot write where permissions forbid it."""
-    header, sets = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.capget(header, sets) == 0
-    sets[0] &= ~(1 << _CAP_DAC_OVERRIDE)  # of the effective capabilities
-    assert libc.capset(header, sets) == 0
-
-
 @dataclass(frozen=True)
 class Bench:
     """The undisturbed run, and a folder for disturbed ones."""
@@ -286,19 +275,6 @@ def full_disk(bench: Bench, stage: Stage, chance: random.Random) -> None:
     bench.must_lose_nothing(stage)
 
 
-def read_only(bench: Bench, stage: Stage, chance: random.Random) -> None:
-    bench.folder.mkdir()
-    bench.start(stage).end_by(chance.uniform(0, bench.durations_s[stage.name]), signal.SIGKILL)
-    folders = [bench.folder, *(path for path in bench.folder.rglob("*") if path.is_dir())]
-    for path in folders:
-        path.chmod(0o555)
-    try:
-        must_be_done_or_say_why(bench, stage, bench.start(stage, before=obey_permissions))
-    finally:
-        for path in folders:
-            path.chmod(0o755)
-
-
 def two_at_once(bench: Bench, stage: Stage, chance: random.Random) -> None:
     first = bench.start(stage, before=write_slowly)
     time.sleep(chance.uniform(0, bench.durations_s[stage.name] / 2))
@@ -310,7 +286,6 @@ FAULTS: dict[str, Callable[[Bench, object, random.Random], None]] = {
     "SIGKILL": partial(kill, number=signal.SIGKILL),
     "SIGTERM": partial(kill, number=signal.SIGTERM),
     "full disk": full_disk,
-    "read-only folder": read_only,
     "two at once": two_at_once,
 }
 
