@@ -148,8 +148,7 @@ class Continuations:
         """
         self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
         self._num_text = len(cache.ids) if isinstance(cache, ReadText) else cache.get_seq_length()
-        self._mask = BranchMask(self._num_text, starts)
-        self._tails: dict[int, list[int]] = {}
+        self.drop()
 
     @torch.inference_mode()
     def feed(self, tokens: Fed, owners: Fed, depths: Fed) -> States:
@@ -163,7 +162,7 @@ class Continuations:
 
     def drop(self) -> None:
         """Drop all continuations, and keep the text."""
-        self._tails = {}
+        self._tails: dict[int, list[int]] = {}
         if not isinstance(self.cache, ReadText):
             roll_back(self.cache, self._num_text)
         self._mask = BranchMask(self._num_text, self.starts)

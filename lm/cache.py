@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-CAPACITY = 256
-"""Positions that a cache of unknown length has room for at first."""
+CAPACITY = 256  # positions that a cache of unknown length has room for at first
 _MAX_SNAPSHOTS = 48
 """Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
 further than the others means going back to the prompt.

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Compile = Literal[False, "stop"]
-"""`decode.compile`: whether a draft step's stop is compiled."""
+Compile = Literal[False, "stop"]  # `decode.compile`: whether a draft step's stop is compiled
 Epilogue = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], tuple[Tensor, ...]]
 """What is computed from the forward of one token: logits, final hidden state, the token."""
 

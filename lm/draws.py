@@ -40,8 +40,8 @@ class Sampler(Protocol):
         return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until the
-        first that fails; probabilities after that one may stay unread.
+        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until one
+        fails; those after it may stay unread.
         """
 
 
@@ -180,9 +180,7 @@ def seed_of(*parts: object) -> int:
 
 
 def uniforms(seed: int, *shape: int) -> Float[Tensor, "..."]:
-    """Independent uniforms in [0, 1), float64, on the CPU. Every bit of the seed counts: two seeds below 2^128 give
-    different streams. torch's CPU generator reads the lower 32 bits only.
-    """
+    """Independent uniforms in [0, 1), float64, on the CPU; two seeds below 2^128 (torch: 2^32) give two streams."""
     return torch.from_numpy(_next_uniforms(np.random.PCG64DXSM(seed), math.prod(shape))).reshape(shape)
 
 

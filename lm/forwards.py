@@ -29,7 +29,6 @@ _MIN_FILLED = 0.8  # minimum length of a group's shortest sequence, as a share o
 _SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
 """The remedy for texts that cross a RoPE switch."""
 _MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
-_SAME_IN_TRAIN_MODE = nn.Linear, nn.Embedding
 
 
 BodyAndHead = tuple[Callable[..., Any], Callable[[Tensor], Tensor]]
@@ -148,7 +147,7 @@ def eos_ids_of(config: Any) -> frozenset[int]:
 
 def refuse_training(model: nn.Module) -> None:
     """Raise ValueError if any part of the model is in train mode, unless it computes the same there."""
-    if any(module.training and not isinstance(module, _SAME_IN_TRAIN_MODE) for module in model.modules()):
+    if any(module.training and not isinstance(module, nn.Linear | nn.Embedding) for module in model.modules()):
         name = " ".join(filter(None, (type(model).__name__, getattr(model, "name_or_path", ""))))
         raise ValueError(f"{name} is in train mode, in which dropout changes its logits; call .eval() on it first")
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 Fed = Int[Tensor, " fed"]
 Mask = Bool[Tensor, "fed cached"]
-ROOT = -1
-"""The last token of the text, from which a tree grows."""
+Last = Int[Tensor, "*batch fed"]
+Visible = Bool[Tensor, "*batch fed cached"]
+ROOT = -1  # the last token of the text, from which a tree grows
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,13 @@ class Tree:
 EMPTY = Tree()
 
 
-def visible(
-    last_visible: Int[Tensor, "*batch fed"], num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None
-) -> Bool[Tensor, "*batch fed cached"]:
+def visible(last_visible: Last, num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None) -> Visible:
     """Mask of what each token sees: of a text the entries up to position `last_visible`, after it those of `branch`."""
     text = torch.arange(num_text, device=last_visible.device) <= last_visible[..., None]
     return text if branch is None else torch.cat([text, branch], -1)
 
 
-def additive(mask: Bool[Tensor, "*batch fed cached"], dtype: torch.dtype) -> Float[Tensor, "*batch fed cached"]:
+def additive(mask: Visible, dtype: torch.dtype) -> Float[Tensor, "*batch fed cached"]:
     """The mask as attention adds it to its scores: 0 for a visible entry, the lowest number for a hidden one."""
     return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
 

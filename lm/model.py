@@ -47,10 +47,8 @@ class CachedModel:
     """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
     session: Any = None
     holds_trees = False
-    recorder: Any = None
-    """A `FeatureRecorder` of what a feature draft reads, whose module imports this one."""
-    epilogues: CompiledEpilogues | None = None
-    """Compiled functions of its forwards."""
+    recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads, whose module imports this one
+    epilogues: CompiledEpilogues | None = None  # compiled functions of its forwards
 
     def __init__(
         self,
@@ -66,10 +64,8 @@ class CachedModel:
         extra ids of a padded vocabulary get probability 0; None: all). `with_hidden` keeps the final hidden states, and
         costs a hook if the model is more than body and head; `feed_tree` and `keep` need `holds_trees`; `recorder`
         records what a feature draft reads; `compile` "stop" compiles functions of its forwards (`lm.compiled`).
-
-        Raises:
-            ValueError: the model is in train mode, its cache cannot be rolled back or hold a tree, or its hidden states
-                or features are not available.
+        ValueError for a model in train mode, whose cache cannot be rolled back or hold a tree, or that lacks hidden
+        states or features.
         """
         forwards.refuse_training(model)
         self.model, self.vocab_size, self.with_hidden, self.recorder = model, vocab_size, with_hidden, recorder

@@ -71,11 +71,8 @@ def vocab_size_of(tokenizer: PreTrainedTokenizerBase, of_target: PretrainedConfi
 
 
 def load_pair(config: PairConfig) -> Pair:
-    """Load every model of `config`, in evaluation mode, and check that they fit.
-
-    Raises:
-        FileNotFoundError: a path that is neither a local model directory nor an available hub id.
-        ValueError: tokenizers that differ, logits narrower than what the target emits, CUDA requested without a GPU.
+    """Load every model of `config`, in evaluation mode, and check that they fit. FileNotFoundError for a path without a
+    model (`load_model`); ValueError for tokenizers that differ, or logits narrower than what the target emits.
     """
     refuse_sliced(config, "this")
     if config.num_threads is not None:
@@ -134,11 +131,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 def load_model(source: ModelSource, *, device: torch.device | None = None) -> PreTrainedModel:
     """A causal language model in evaluation mode, on `device` if that is given; only safetensors are read.
-
-    Raises:
-        FileNotFoundError: the source has no model.
-        ValueError: weights that lack tensors or cannot be read, too little memory, settings that this model or this
-            machine does not support.
+    FileNotFoundError for a path that is neither a local model directory nor an available hub id; ValueError for weights
+    that lack tensors or cannot be read, too little memory, or settings that model or machine do not support.
     """
     settings = _settings_of(source, device=device)
     with _reading(source, "config.json or weights"):

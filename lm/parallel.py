@@ -20,8 +20,7 @@ _FORWARD_TIMEOUT = timedelta(hours=2)
 
 def sliced_models(pair: PairConfig) -> tuple[str, ...]:
     """The models of a pair that are sliced."""
-    sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
-    return tuple(name for name, source in sources.items() if source is not None and source.tp_plan is not None)
+    return tuple(name for name in ("target", "draft", "micro") if getattr(getattr(pair, name), "tp_plan", None))
 
 
 def slices_of(whose: str) -> tuple[int, int]:

@@ -20,8 +20,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 Positions = Float[Tensor, "*position vocab"]
 Rows = Float[Tensor, "rows vocab"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-REMEDY = "load it as float32 or bfloat16, or check its weights"
-"""The remedy for logits that are not finite."""
+REMEDY = "load it as float32 or bfloat16, or check its weights"  # the remedy for logits that are not finite
 _NUM_LIKELIEST = 256  # tokens that hold top-p's mass in nearly every distribution of a language model
 _MARGIN = 1e-5  # mass around top-p within which the rounding of another order of sums could decide otherwise
 

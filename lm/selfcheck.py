@@ -36,8 +36,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lm.forwards import device_of
 from lm.masks import Tree
 
-Limits = tuple[float, float]
-"""The largest error of a row, and of the median row of a feed."""
+Limits = tuple[float, float]  # the largest error of a row, and of the median row of a feed
 _EXACT, _TF32, _STATES = (2e-4, math.inf), (2e-2, math.inf), (0.5, math.inf)
 _HALF = {"chain": (math.inf, 0.2), "states": _STATES, "few rows": (0.5, 0.2)}
 _NUM_MEDIAN_ROWS = 5  # rows of the shortest feed that has its own median; all shorter feeds share one
@@ -65,13 +64,10 @@ _MIN_INDEXER_HEADS = 16
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 """For each way to feed that a model passed: whether it needs one token at a time."""
 Refusal = Callable[[str], ValueError]
-Cached = Any
-"""A `CachedModel`, whose module imports this one."""
+Cached = Any  # a `CachedModel`, whose module imports this one
 Rows = Float[Tensor, "row width"]
-Feeds = Iterable[tuple[Rows, Rows]]
-"""(rows of a feed, rows of plain forwards) of each feed."""
-Plan = Callable[[int], Feeds]
-"""The feeds of a text, by its seed, 0 or 1."""
+Feeds = Iterable[tuple[Rows, Rows]]  # (rows of a feed, rows of plain forwards) of each feed
+Plan = Callable[[int], Feeds]  # the feeds of a text, by its seed, 0 or 1
 
 
 def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:

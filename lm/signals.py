@@ -23,8 +23,7 @@ Rows = Float[Tensor, "position vocab"]
 Logits = Float[Tensor, "*position vocab"]
 Numbers = Float[Tensor, "*position"]
 Ids = Int[Tensor, " position"]
-POSITION = "text_position"
-"""Scalar of a token's index in its response."""
+POSITION = "text_position"  # scalar of a token's index in its response
 _NUM_TOP = 10  # tokens that llama.cpp's draft sampler keeps
 
 

@@ -16,14 +16,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lm.masks import visible
 
-Nodes = Int[Tensor, "batch node"]
-"""Token ids, or positions."""
+Nodes = Int[Tensor, "batch node"]  # token ids, or positions
 States = Float[Tensor, "batch node hidden"]
 Wide = Float[Tensor, "batch node _"]
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of RoPE, one row per position."""
-Mask = Bool[Tensor, "1 1 node cached"]
-"""The cache entries that each node sees (`lm.masks`)."""
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of RoPE, one row per position
+Mask = Bool[Tensor, "1 1 node cached"]  # the cache entries that each node sees (`lm.masks`)
 
 
 class Outputs(NamedTuple):
@@ -34,16 +31,14 @@ class Outputs(NamedTuple):
 class FeatureDraft(nn.Module):
     """A draft for one target. Bind it to the target before use."""
 
-    cached_layer_ids: tuple[int, ...] = ()
-    """The target's layers whose cached keys and values it reads, counted from 0."""
+    cached_layer_ids: tuple[int, ...] = ()  # layers of the target, from 0, whose cached keys and values it reads
     target_layer_ids: tuple[int, ...] | None = None
     """Layers after which it reads the target's residual stream, 0 for its embedding; None: after the final norm."""
     lag = 0
     """The entry of token t has position t - lag, and reads the target's states up to token t - 1."""
     target_ids: Int[Tensor, " reduced"] | None
     """The target's ids that a reduced vocabulary's logits are for, in their order; None: all."""
-    name_or_path = ""
-    """Directory or repository that it was loaded from."""
+    name_or_path = ""  # directory or repository that it was loaded from
 
     def __init__(
         self, config: PreTrainedConfig, *, has_embedding: bool, num_logits: int | None, rotary: nn.Module | None = None
@@ -54,8 +49,7 @@ class FeatureDraft(nn.Module):
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config = config
-        self.hidden_size: int = config.hidden_size
-        """Width of the input of its LM head and of acceptance heads."""
+        self.hidden_size: int = config.hidden_size  # width of the input of its LM head and of acceptance heads
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = num_logits is not None
         self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None

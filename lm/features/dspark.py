@@ -32,6 +32,7 @@ from lm.masks import visible
 from lm.signals import upcast
 
 Positions = Int[Tensor, "batch block"]
+Context = Float[Tensor, "batch token hidden"]
 Blocks = Float[Tensor, "batch block draft hidden"]
 Masks = Bool[Tensor, "batch 1 node cached"]
 Hidden = Float[Tensor, "*block hidden"]
@@ -83,7 +84,7 @@ class DSparkLayer(Qwen3DecoderLayer):
         super().__init__(config, index)
         self.self_attn.is_causal = False
 
-    def remember(self, context: Float[Tensor, "batch token hidden"], rotation: Rotation, cache: Cache) -> None:
+    def remember(self, context: Context, rotation: Rotation, cache: Cache) -> None:
         """Append keys and values of context, which passes no norm of the layer."""
         attention = self.self_attn
         shape = (*context.shape[:-1], -1, attention.head_dim)
@@ -109,10 +110,8 @@ class DSpark(FeatureDraft):
         """
         super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.num_inputs: int = config.block_size
-        """Tokens of a block that the layers read."""
-        self.block_size = self.num_inputs - (not getattr(config, "sample_from_anchor", True))
-        """Tokens that a block drafts."""
+        self.num_inputs: int = config.block_size  # tokens of a block that the layers read
+        self.block_size = self.num_inputs - (not getattr(config, "sample_from_anchor", True))  # tokens that it drafts
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
         self.target_layer_ids = tuple(layer_id + 1 for layer_id in config.target_layer_ids)
@@ -124,13 +123,11 @@ class DSpark(FeatureDraft):
         proj = nn.Linear(self._confidence_size, 1)
         self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
 
-    def context(self, features: Float[Tensor, "batch token feature"]) -> Float[Tensor, "batch token hidden"]:
+    def context(self, features: Float[Tensor, "batch token feature"]) -> Context:
         """What layers make keys and values of."""
         return self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
 
-    def remember(
-        self, context: Float[Tensor, "batch token hidden"], positions: Int[Tensor, "#batch token"], cache: Cache
-    ) -> None:
+    def remember(self, context: Context, positions: Int[Tensor, "#batch token"], cache: Cache) -> None:
         rotation = self.rotary_emb(context, positions)
         for layer in self.layers:
             layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`

@@ -23,8 +23,7 @@ from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, Rotation, State
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
-CrossMask = Bool[Tensor, "1 1 node seen"]
-"""The target's keys that each node sees."""
+CrossMask = Bool[Tensor, "1 1 node seen"]  # the target's keys that each node sees
 Rotations = tuple[Rotation, Rotation]
 Masks = tuple[Mask | None, CrossMask | None]
 

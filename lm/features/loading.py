@@ -29,11 +29,8 @@ _OTHER_TARGET = "use it with the target that it was trained for"
 
 def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDraft:
     """The feature draft in evaluation mode, bound to the target, and on the device of its LM head whatever `device_map`
-    says.
-
-    Raises:
-        ValueError: weights that are pickled, missing, surplus, or of another shape; a draft that does not fit the
-            target; a quantisation that is not of 8 bits.
+    says. ValueError for weights that are pickled, missing, surplus, or of another shape, a draft that does not fit the
+    target, or a quantisation that is not of 8 bits.
     """
     if source.quantization not in (None, "8bit"):
         remedy = "of feature drafts it is 8bit or null"

@@ -33,7 +33,6 @@ class FeatureModel:
     Attributes:
         hidden: [rows, hidden] input of the LM head in the last forward, which has one row; a tree's has more.
         outputs: outputs of the last forward, whose states deeper nodes read; None once they are rolled back.
-        session: the generation that uses this model, or used it last (`decode.loop.session`).
     """
 
     with_hidden = True
@@ -240,7 +239,6 @@ def feature_model(
     return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
 
 
-DraftModel = CachedModel | FeatureModel
-"""A model that drafts token by token."""
+DraftModel = CachedModel | FeatureModel  # a model that drafts token by token
 TreeDraft = CachedModel | EagleModel | GlideModel
 """A model that drafts trees; EAGLE drafts grow EAGLE-2's trees, GliDe drafts CaPE's chain with siblings."""

@@ -39,8 +39,7 @@ from store.json_files import read_json
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
-_PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}
-"""Prefixes of tensor names in some layouts, and what replaces them."""
+_PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}  # of tensors, and what replaces them
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")  # keys of config.json that do not describe a layer
 _MAX_SIZE, _MAX_THETA = 2**17, 1e15
 _LIMITS = {
@@ -61,8 +60,7 @@ _NESTED = ("dflash_config", "dspark_config")
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")  # keys of P-EAGLE
 _NO_MARKOV = {"markov_head_type": None, "confidence_head_with_markov": False}
 _NO_HEADS = _NO_MARKOV | {"markov_rank": 0, "enable_confidence_head": False}
-_OUTER = ("transformer_layer_config", "speculators_config", "auto_map")
-"""Keys of speculators' layout that do not describe the draft."""
+_OUTER = ("transformer_layer_config", "speculators_config", "auto_map")  # of speculators, not of the draft
 _LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 

@@ -87,40 +87,37 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
         torch.testing.assert_close(own, alone, rtol=0, atol=0)
 
 
-def test_a_model_whose_whole_is_watched_is_called_as_a_whole():
-    model, seen = model_of(LLAMA), []
-    hook = model.register_forward_hook(lambda *_: seen.append(1))
-    assert_rows_are_those_of_the_whole(model)
-    assert len(seen) >= 4
-    hook.remove()
-    assert body_and_lm_head(model) is not None
-
-
 def with_another_head(model):
     model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
 
 
-def with_a_hook_on_the_body(model):
-    def scaled(_module, _inputs, output):
-        output.last_hidden_state = 2 * output.last_hidden_state
+def doubled(name):
+    """A hook."""
+
+    def double(_module, _inputs, output):
+        setattr(output, name, 2 * getattr(output, name))
         return output
 
-    model.base_model.register_forward_hook(scaled)
+    return double
+
+
+def with_a_hook_on_the_body(model):
+    model.base_model.register_forward_hook(doubled("last_hidden_state"))
+
+
+def with_a_hook_on_the_whole(model):
+    model.register_forward_hook(doubled("logits"))
 
 
 def with_another_forward(model):
-    before = model.forward
-
-    @wraps(before)
-    def scaled(*args, **kwargs):
-        output = before(*args, **kwargs)
-        output.logits = 2 * output.logits
-        return output
-
-    model.forward = scaled  # as `model.forward = torch.compile(model.forward)` does
+    before, double = model.forward, doubled("logits")
+    # as `model.forward = torch.compile(model.forward)` does
+    model.forward = wraps(before)(lambda *args, **kwargs: double(model, args, before(*args, **kwargs)))
 
 
-@pytest.mark.parametrize("changed", [with_another_head, with_a_hook_on_the_body, with_another_forward])
+@pytest.mark.parametrize(
+    "changed", [with_another_head, with_a_hook_on_the_body, with_a_hook_on_the_whole, with_another_forward]
+)
 def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
     model = model_of(LLAMA)
     CachedModel(model).feed(TOKENS[:3])
