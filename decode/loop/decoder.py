@@ -75,13 +75,11 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> list[Generation]:
-        """One generation per prompt, `batch_size` at a time (law 4.13), as `generate` makes it.
+        """One generation per prompt, as `generate` makes it, `batch_size` at a time (law 4.13): a prompt replaces a
+        sequence that has ended.
 
-        Args:
-            prompts: token ids of each; a prompt replaces a sequence that has ended.
-            max_new_tokens: length limit of all prompts, or one for each.
-            batch_size: sequences at once.
-            generator: seeds the draws of each prompt in turn, whatever the batch size; or a sampler for each prompt.
+        `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
+        turn, whatever the batch size.
 
         Raises:
             ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back single

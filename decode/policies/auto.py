@@ -187,10 +187,8 @@ def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Num
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 
-    Args:
-        acceptance: m.
-        cost: c, seconds of one more drafted token over t_target(0).
-        start: s, seconds of a drafting round that do not depend on k, over t_target(0).
+    m is `acceptance`; c, `cost`, and s, `start`, are the seconds of one more drafted token and those of a drafting
+    round that do not depend on k, both over t_target(0).
     """
     accepted, power = acceptance, acceptance
     rate, profit = (1.0 + acceptance) / (1.0 + start + cost), acceptance - start - cost

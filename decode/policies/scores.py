@@ -76,9 +76,8 @@ class ScoringPolicy(Policy):
         """The newest acceptance probability that the head predicts: of a drawn token; with a prefix head also of the
         next one, before its draw; with a fed-time head of the token before.
 
-        Args:
-            learned: state of `decode.policies.learning`, by which the token is scored if the policy learns.
-            signals: after the draw, or before it.
+        `signals` are those after the draw, or before it; `learned` is the state of `decode.policies.learning`, by which
+        the token is scored if the policy learns.
         """
         if self.is_learning:
             return score_of(learned.weights, self._inputs(signals))
