@@ -71,22 +71,16 @@ def assert_exact(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
 def assert_exact_in_transformers(model: PreTrainedModel, cases: Sequence[Case] = CASES) -> None:
     """The same through `generate`."""
     for case in cases:
-        assert_greedy_in_transformers(model, case, is_itself=False)
-        assert_greedy_in_transformers(model, case, is_itself=True)
+        prompt = prompt_of(case)
+        expected = plain(model, prompt, case.num_new_tokens)
+        for draft in (relative(model, prompt + expected), model):
+            ours = plain(model, prompt, case.num_new_tokens, **_custom(draft, case))
+            assert ours == expected, f"{case}, speculative_generate: {ours} is not {expected}"
         settings = {"generator": torch.Generator().manual_seed(1), "return_dict_in_generate": True, "do_sample": True}
         settings |= _custom(model, case) | {"max_new_tokens": case.num_new_tokens}
-        counts = model.generate(torch.tensor([prompt_of(case)]), **settings).generation.counts
+        counts = model.generate(torch.tensor([prompt]), **settings).generation.counts
         is_accepted = counts.num_accepted == counts.num_drafted
         assert is_accepted, f"{case}, speculative_generate: a sampled token of its own was rejected"
-
-
-def assert_greedy_in_transformers(model: PreTrainedModel, case: Case, *, is_itself: bool) -> None:
-    """Greedy through `generate`, the draft being the model itself, or another one."""
-    prompt = prompt_of(case)
-    expected = plain(model, prompt, case.num_new_tokens)
-    draft = model if is_itself else relative(model, prompt + expected)
-    ours = plain(model, prompt, case.num_new_tokens, **_custom(draft, case))
-    assert ours == expected, f"{case}, speculative_generate: {ours} is not {expected}"
 
 
 def plain(model: PreTrainedModel, prompt: list[int], num_new_tokens: int, **settings: object) -> list[int]:
