@@ -32,8 +32,7 @@ from decode.policies import FixedLength
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
-from evaluation.families import ALONE, BASELINE, REPLAYED, family, styles_of
-from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.families import ALONE, BASELINE, REPLAYED, family
 from evaluation.gain import Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.table import Table, shown
@@ -127,21 +126,6 @@ def clock_table(report: Report) -> Table:
     ]
     note = f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
     return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
-
-
-def clock_plot(report: Report) -> Plot:
-    """Clocked over predicted tokens per second."""
-    (figure, axes), rows = figure_of(5.2), report["rows"]
-    points = np.array([[row[f"{kind}_tokens_per_s"] for kind in ("predicted", "clocked")] for row in rows])
-    ends = np.array([points.min(), points.max()])
-    axes.fill_between(ends, ends * (1 - TOLERANCE), ends * (1 + TOLERANCE), color=GREY, alpha=0.25, linewidth=0)
-    axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1)
-    styles = styles_of(row["family"] for row in rows)
-    for (name, (colour, _, marker)), point in zip(styles.items(), points, strict=True):
-        axes.plot(*point, marker, color=colour, markersize=5, label=family(name).label)
-    caption = f"Clocked against predicted tokens/s; the band is {TOLERANCE:.0%} wide each way."
-    labels = {"xlabel": "predicted tokens/s", "ylabel": "clocked tokens/s"}
-    return plot_of(f"clock-{report['dataset']}", caption, figure, **labels)
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:

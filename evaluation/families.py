@@ -27,9 +27,8 @@ COLOURS = {
     AUTO: "#8e5bb0",
     BOUND: "#98a2b3",
 }
-"""Kind of policy -> its colour; families of one kind differ by line style and marker."""
+"""Kind of policy -> its colour; families of one kind differ by line style."""
 _LINES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 class Family(NamedTuple):
@@ -43,14 +42,6 @@ class Family(NamedTuple):
     @property
     def needs_training(self) -> bool:
         return self.kind in (PAPERS, HEADS, AUTO)
-
-
-class Style(NamedTuple):
-    """How plots draw a family."""
-
-    colour: str
-    line: str
-    marker: str
 
 
 _KINDS = (
@@ -113,11 +104,11 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 """Groups whose best families are compared with each other -> whether a family belongs to it."""
 
 
-def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """A style for each family of a plot: the colour of its kind, and its own line and marker within that kind."""
+def styles_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and line of each family of a plot: the colour is that of its kind, the line its own within that kind."""
     numbers = {kind: count() for kind in COLOURS}
     styles = {}
     for name in dict.fromkeys(names):
         number = next(numbers[kind := family(name).kind])
-        styles[name] = Style(COLOURS[kind], _LINES[number % len(_LINES)], _MARKERS[number % len(_MARKERS)])
+        styles[name] = COLOURS[kind], _LINES[number % len(_LINES)]
     return styles

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-GREY, BLUE, RED = "#98a2b3", "#3b6fb6", "#c4532d"
+GREY = "#98a2b3"
 _LONG = 22
 """Longest label, in characters, of which two fit side by side."""
 INK = "#123456"

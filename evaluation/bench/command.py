@@ -18,11 +18,10 @@ from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, race_plot, verdict_of
+from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
-from store.shards import write_atomic
 
 _WIDTH = 240
 
@@ -81,9 +80,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
         cell_table(cells[-1]).print(_WIDTH)
     for table in gain_tables(cells) if len(cells) > 1 else ():
         table.print(_WIDTH)
-    path = race.experiment.directory / "plots" / "bench.svg"
-    write_atomic(path, race_plot(cells).svg.encode())
-    announce([race.path, path])
+    announce([race.path])
     for cell in cells:
         say(f"\n{verdict_of(cell)}")
     return list(map(in_json, cells))

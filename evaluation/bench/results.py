@@ -1,4 +1,4 @@
-"""The results of a race, in tables, a plot and a sentence: gains over our best fixed length and each schedule.
+"""The results of a race, in tables and a sentence: gains over our best fixed length and each schedule.
 
     gain      tokens per second over all prompts / of the other arm - 1, with the 95 % interval of the paired bootstrap
               over prompts
@@ -20,7 +20,6 @@ from decode.policies.registry import POLICIES
 from evaluation.bench.arms import DEFAULT, SCHEDULES, UNASSISTED
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
-from evaluation.figure import GREY, Plot, panels_of, plot_of
 from evaluation.gain import Gain, Throughput, gain_over, median_ratio
 from evaluation.table import Table, crossed
 
@@ -141,32 +140,8 @@ def verdict_of(cell: Cell) -> str:
     return f"{subject}: {against}. {rest}."
 
 
-def race_plot(cells: Sequence[Cell]) -> Plot:
-    """Gain over the best fixed length: one panel per dataset and sampling, one row per family.
-
-    Speed without a draft would hide all other differences, so it is shown only where nothing else is.
-    """
-    ran = dict.fromkeys(arm["family"] for cell in cells for arm in cell["arms"])
-    families = [family for family in ran if family not in (BASELINE, ALONE, UNASSISTED)] or [ALONE]
-    figure, panels = panels_of(len(cells), width=2.2 + 2.6 * len(cells), height=0.34 * len(families) + 1.4)
-    for axes, cell in zip(panels, cells, strict=True):
-        for row, family in enumerate(families):
-            if best := fastest_of(cell["arms"], [family]):
-                gain, shape = best["over"][BASELINE], "s" if family in SCHEDULES else "o"
-                errors = 100 * np.array([[gain.value - gain.low], [gain.high - gain.value]])
-                axes.errorbar(100 * gain.value, row, xerr=errors.clip(min=0), fmt=shape, markersize=4, capsize=2)
-        axes.axvline(0, color=GREY, linewidth=1)
-        axes.set_title(f"{cell['dataset']}\n{SAMPLING_NAMES[cell['sampling']]}", fontsize=9)
-        axes.set_yticks(range(len(families)), [])
-        axes.set_ylim(len(families) - 0.5, -0.5)
-    panels[0].set_yticks(range(len(families)), [name_of(family) for family in families], fontsize=8)
-    figure.supxlabel("gain over the best fixed length, %", fontsize=9)
-    caption = "Gain over the best fixed length on a clock; whiskers: 95 %; squares: transformers."
-    return plot_of("bench", caption, figure)
-
-
 def name_of(family: str) -> str:
-    """Name of a family or a rival in tables and plots."""
+    """Name of a family or a rival in tables."""
     return f"best {family}" if family == TRAINING_FREE else family_named(family).label
 
 

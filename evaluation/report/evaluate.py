@@ -22,7 +22,7 @@ from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
-from evaluation.report.plots import all_plots, speed_up_bars, verification_curve
+from evaluation.report.plots import all_plots
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
@@ -69,7 +69,7 @@ def evaluate(
         every_times = times.at_ratios(experiment.decode.ratios)
         sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
-        page = Page(about=about(experiment, times), directory=directory, plots=verification_curve(times))
+        page = Page(about=about(experiment, times), directory=directory)
         compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
         verdict = recommend(pooled(list(page.replays.values()), times), experiment)
         written = [*write_files(page), write_verdict(verdict, directory)]
@@ -120,7 +120,7 @@ def compare_all(
                 results = transferred(source, contest, replays)
                 transfer_table(results, source, contest).print()
                 page.records.extend(transfer_records(results, source, contest))
-        plots = [*map(speed_up_bars, contests), *all_plots(replays, contests[0])]
+        plots = all_plots(replays, contests[0])
         page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
         page.replays[dataset], page.contests[dataset] = replays, contests
 

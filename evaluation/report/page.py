@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from decode.experiment import Experiment
-from evaluation.clock import Report, clock_plot, clock_table
+from evaluation.clock import Report, clock_table
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Contest, Replays, hold_each
 from evaluation.families import HEADS, family
@@ -44,7 +44,7 @@ class Page:
     records: list[dict[str, Any]] = field(default_factory=list)
     """The rows of results.csv."""
     plots: list[Plot] = field(default_factory=list)
-    """All but those of stages and clocks."""
+    """All but those of stages."""
     clocks: list[Report] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
     """The rows of batches.csv."""
@@ -143,9 +143,8 @@ def write_report(page: Page) -> None:
             rankings += f'<div data-step="{number}"{"" if number == current else " hidden"}>{table}</div>'
     clocks = "<h2>On a clock</h2>" * bool(page.clocks)
     for report in page.clocks:
-        plots.append(clock_plot(report))
         table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
-        clocks += f"{table}{_note(report['verdict'])}{_figure(plots[-1])}"
+        clocks += f"{table}{_note(report['verdict'])}"
     parts = {
         "about": escape(page.about),
         "answers": answers,

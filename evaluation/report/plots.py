@@ -1,6 +1,6 @@
-"""Plots of an evaluation, as SVG for the page and as files (SpecDec++ Figure 4)."""
+"""Plots of an evaluation, as SVG for the page and as files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from textwrap import fill
 
 import numpy as np
@@ -8,18 +8,15 @@ from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.contest import Contest, Replays, Result, best_heads
-from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, Style, family, styles_of
-from evaluation.figure import BLUE, GREY, RED, Plot, figure_of, plot_of
+from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
+from evaluation.figure import GREY, Plot, figure_of, plot_of
 from evaluation.report.tables import deciding_families, speed_text, stages_of
-from evaluation.times import Times
 from evaluation.traces.trace import Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
-_BEYOND_CHOSEN = 2.0
-"""Axes of the rates end at this many times the largest rate that dev chose, so that no outlier squeezes the others."""
 _MEANINGS = {
     PRODUCT: "minimum probability of the whole draft",
     "max_rejection_prob": "rejection probability at which drafting stops",
@@ -33,47 +30,9 @@ _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 
 
 def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
-    """All plots of one dataset but those that each set of times has; those that would not be readable with every family
-    have the families that decide.
-    """
-    deciding, test = [contest.results[name] for name in deciding_families(contest)], replays.traces.test
-    heads = best_heads(contest.results)
-    plots = [*thresholds(contest), draft_lengths(deciding, contest.times), pareto(deciding)]
-    return [*plots, *([reliability_plot(test, heads)] if heads else []), entropies(test)]
-
-
-def _styled(results: Sequence[Result]) -> Iterator[tuple[Result, Style, str]]:
-    """Each result with the style and the label of its family."""
-    styles = styles_of(result.family for result in results)
-    for result in results:
-        yield result, styles[result.family], family(result.family).label
-
-
-def pareto(results: Sequence[Result]) -> Plot:
-    """Discard rate against verification rate of every setting (SpecDec++ Figure 4), a ring around the one that dev
-    chose.
-    """
-    (figure, axes), chosen = figure_of(3.2), []
-    for result, style, label in _styled(results):
-        assert result.arm is not None
-        counts = result.arm.test.counts
-        tokens = counts.num_emitted.sum(-1)
-        rates = np.stack([counts.num_target.sum(-1) / tokens, counts.num_discarded.sum(-1) / tokens])
-        chosen.append(rates[:, result.number])
-        axes.plot(*rates, style.marker, markersize=3, color=style.colour, label=label)
-        axes.plot(*chosen[-1], "o", markersize=9, fillstyle="none", markeredgewidth=1.6, color=style.colour)
-    right, top = _BEYOND_CHOSEN * np.max(chosen, axis=0)
-    return plot_of(
-        "pareto",
-        "Wasted tokens against target forwards, one point per setting. The ring marks the setting chosen on dev; "
-        f"settings beyond {_BEYOND_CHOSEN:g} times the chosen rates are cut off. Lower left is better, "
-        "as in Figure 4 of SpecDec++.",
-        figure,
-        xlabel="verifications per emitted token",
-        ylabel="discarded tokens per emitted token",
-        ylim=(-0.02, top + 0.05),
-        xlim=(0, right),
-    )
+    """All plots of one dataset but `stage_plot`, which each set of times has."""
+    plots, heads = [*thresholds(contest), draft_lengths(contest)], best_heads(contest.results)
+    return [*plots, reliability_plot(replays.traces.test, heads)] if heads else plots
 
 
 def thresholds(contest: Contest) -> list[Plot]:
@@ -93,11 +52,13 @@ def thresholds(contest: Contest) -> list[Plot]:
     plots = []
     for number, (meaning, members) in enumerate(by_meaning.items(), 1):
         figure, axes = figure_of(2.8)
-        for result, (colour, line, _), label in _styled(members):
+        styles = styles_of(result.family for result in members)
+        for result in members:
             assert result.arm is not None
+            colour, line = styles[result.family]
             values = [next(iter(setting.values())) for setting in result.competitor.settings]
             speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
-            axes.plot(values, speed_up, color=colour, linestyle=line, label=label)
+            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
             axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
         caption = f"Predicted speed-up over the target alone by {meaning}, on test. The dot marks dev's choice."
         name = f"thresholds-{number}"
@@ -105,12 +66,13 @@ def thresholds(contest: Contest) -> list[Plot]:
     return plots
 
 
-def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
-    """How long drafts are at the settings that dev chose."""
+def draft_lengths(contest: Contest) -> Plot:
+    """How long the drafts of the families that decide are, at the settings that dev chose."""
     figure, axes = figure_of(3.0)
-    for result, (colour, line, _), label in _styled(results):
+    for name, (colour, line) in styles_of(deciding_families(contest)).items():
+        result, label = contest.results[name], family(name).label
         assert result.played is not None
-        if result.family == BASELINE:  # a single spike would flatten every other line
+        if name == BASELINE:  # a single spike would flatten every other line
             length = next(iter(result.setting.values()))
             axes.axvline(length, color=colour, linestyle="-.", label=f"{label}: {length}")
             continue
@@ -118,7 +80,7 @@ def draft_lengths(results: Sequence[Result], times: Times) -> Plot:
         share = 100 * lengths / lengths.sum()
         axes.step(np.arange(len(lengths)), share, where="mid", color=colour, linestyle=line, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    caption = f"Draft lengths, where a target forward costs {times.ratio:.1f} draft forwards."
+    caption = f"Draft lengths, where a target forward costs {contest.times.ratio:.1f} draft forwards."
     settings = {"xlabel": "drafted tokens in a round", "ylabel": "% of rounds"}
     return plot_of("draft_lengths", caption, figure, **settings)
 
@@ -157,21 +119,6 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
     )
 
 
-def entropies(trace: Trace) -> Plot:
-    """H(q) where the draft's token was accepted, and where it was rejected."""
-    figure, axes = figure_of(2.8)
-    entropy = trace.signal("entropy")[trace.first_drawn[trace.is_drafted]]
-    is_accepted = trace.is_first_accepted[trace.is_drafted]
-    bins = np.linspace(0, max(1.0, float(entropy.max())), 40).tolist()
-    for label, mask, colour in (("accepted", is_accepted, BLUE), ("rejected", ~is_accepted, RED)):
-        if mask.any():
-            mean = f"{label}, mean {entropy[mask].mean():.2f}"
-            axes.hist(entropy[mask], bins=bins, histtype="step", density=True, color=colour, linewidth=1.5, label=mean)
-    caption = "Entropy of the draft where its token was accepted and where it was rejected."
-    settings = {"xlabel": "entropy of the draft's distribution, nats", "yscale": "log"}
-    return plot_of("entropy", caption, figure, ylabel="density of tokens, log scale", **settings)
-
-
 def stage_plot(contest: Contest) -> Plot:
     """Tokens per second of each stage, in full colour from where the one before it ends."""
     stages = stages_of(contest)
@@ -179,7 +126,7 @@ def stage_plot(contest: Contest) -> Plot:
     styles = styles_of(stage["family"] for stage in stages)
     base = before = stages[0]["tokens_per_s"].value
     for row, stage in enumerate(stages):
-        text, end, colour = stage["missing"].partition(":")[0], base, styles[stage["family"]].colour
+        text, end, colour = stage["missing"].partition(":")[0], base, styles[stage["family"]][0]
         if "gain" in stage:
             value, low, end, _ = stage["tokens_per_s"]
             text = speed_text(value)
@@ -205,45 +152,3 @@ def stage_plot(contest: Contest) -> Plot:
         figure,
         xlabel="predicted tokens per second",
     )
-
-
-def speed_up_bars(contest: Contest) -> Plot:
-    """Speed-up over the target alone of every family, with the interval of its gain over the best fixed length; the
-    family that dev chooses is in bold.
-    """
-    results, times = contest.results, contest.times
-    figure, axes = figure_of(0.36 * len(results) + 1.0)
-    names = sorted(results, key=lambda name: results[name].tokens_per_s)
-    values = times.t_target_s[0] * np.array([results[name].tokens_per_s for name in names])
-    base = values[names.index(BASELINE)]
-    low, high = (base * (1 + np.array([getattr(contest.gain(name), end) for name in names])) for end in ("low", "high"))
-    errors = np.maximum(0, np.stack([values - low, high - values]))
-    styles = styles_of(results)
-    labels, colours = [fill(family(name).label, 24) for name in names], [styles[name].colour for name in names]
-    axes.barh(labels, values, xerr=errors, color=colours, ecolor=GREY, capsize=2)
-    axes.get_yticklabels()[names.index(contest.best.family)].set_fontweight("bold")
-    axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
-    axes.margins(y=0.01)
-    return plot_of(
-        f"speed_up-{times.slug}",
-        f"Predicted speed-up at {times.title}, in bold what dev chooses of what can be run; whiskers: 95 %, against "
-        "the best fixed length.",
-        figure,
-        xlabel="predicted speed-up over the target alone",
-    )
-
-
-def verification_curve(times: Times) -> list[Plot]:
-    """Seconds of a verification by the number of drafted tokens, in draft forwards; no plot if all take the same."""
-    if len(times.t_target_s) == 1:
-        return []
-    figure, axes = figure_of(2.8)
-    forwards = np.asarray(times.t_target_s) / times.t_draft_s
-    axes.plot(forwards, color=BLUE, marker="o", markersize=3)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    caption = (
-        f"What one verification costs here, {times.origin}: {forwards[0]:.1f} draft forwards without a drafted token, "
-        f"{forwards[-1] / forwards[0] - 1:+.0%} with {len(forwards) - 1}."
-    )
-    settings = {"xlabel": "drafted tokens that are verified", "ylabel": "draft forwards"}
-    return [plot_of("verification", caption, figure, ylim=(0, 1.1 * forwards.max()), **settings)]

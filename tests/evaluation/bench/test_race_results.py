@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.results import MEAN, cell_of, cell_table, gain_tables, mean_gain, race_plot, verdict_of
+from evaluation.bench.results import MEAN, cell_of, cell_table, gain_tables, mean_gain, verdict_of
 from evaluation.families import ALONE
 from evaluation.gain import Gain, Throughput, gain_over
 
@@ -63,17 +63,12 @@ def test_the_verdict_names_what_dev_chose_and_what_is_slower(cell, part):
     assert "entropy (SVIP) than" not in verdict
 
 
-def test_a_cell_has_a_row_per_arm_and_a_column_per_rival_and_the_plot_a_panel_per_sampling():
+def test_a_cell_has_a_row_per_arm_and_a_column_per_rival():
     table = cell_table(cell_of(stored_cell(*OURS, *THEIRS, *HEADS)))
     assert [row["policy"] for row in table.rows][-2:] == ["best head, drawn-time", "auto, drawn-time head"]
     assert [row["over best training-free"] for row in table.rows][-2:] == ["+100.0 (+0, +200) +100.0"] * 2
     headings = cell_table(cell_of(stored_cell(*OURS, *HEADS))).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]
-    text = race_plot([cell_of(CELL), cell_of(CELL | {"sampling": "nucleus"})]).svg
-    assert text.count("entropy (SVIP)") == 1
-    assert "greedy" in text
-    assert "top-p 0.9" in text
-    assert "target alone" not in text, "so slow that the others could not be told apart"
 
 
 def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than_each():

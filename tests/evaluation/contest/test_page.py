@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from evaluation.competitor import bounds
+from evaluation.contest import best_heads
 from evaluation.families import family
 from evaluation.report import page as page_module
 from evaluation.report.page import Page, write_report
-from evaluation.report.plots import entropies, pareto
+from evaluation.report.plots import draft_lengths, reliability_plot
 from evaluation.report.tables import result_table, stage_table
 from evaluation.report.verdict import sentence_of
 
@@ -23,7 +24,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 @pytest.fixture(scope="module")
 def page(contest, replays, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [pareto(list(contest.results.values())), entropies(replays.traces.test)]
+    plots = [draft_lengths(contest), reliability_plot(replays.traces.test, best_heads(contest.results))]
     of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}}
     write_report(Page(about="a < b", directory=directory, plots=plots, **of_set))
     return directory / "report.html"
@@ -61,9 +62,9 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
 
 
 def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
-    plot, contests = pareto(list(contest.results.values())), {name: [contest] for name in ("one", "two")}
+    plot, contests = draft_lengths(contest), {name: [contest] for name in ("one", "two")}
     write_report(Page(about="", directory=tmp_path, contests=contests, plots=[plot.of(name) for name in contests]))
-    names = {f"{plot}-{name}.svg" for plot in ("pareto", "gain-here") for name in contests}
+    names = {f"{plot}-{name}.svg" for plot in ("draft_lengths", "gain-here") for name in contests}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == names
     assert plot.of("one").caption == f"one: {plot.caption}"
 

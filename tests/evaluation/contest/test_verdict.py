@@ -94,12 +94,12 @@ def test_the_name_of_a_head_is_explained_in_words():
     )
 
 
-def test_every_family_has_the_colour_of_its_kind_and_its_own_line_and_marker():
+def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
     assert len(set(COLOURS.values())) <= 8
     styles = styles_of(names := [*families(), "mine", "yours"])
-    assert all(styles[name].colour == COLOURS[family(name).kind] for name in names)
+    assert all(styles[name][0] == COLOURS[family(name).kind] for name in names)
     deciding = [BASELINE, PRODUCT, "entropy", "head_specdec", "head_drawn", "auto_drawn", "oracle"]
-    assert len({style.colour for style in styles_of(deciding).values()}) == len(deciding)
+    assert len({colour for colour, _ in styles_of(deciding).values()}) == len(deciding)
     assert len(set(styles_of(["token_prob", PRODUCT, "max_prob", "mine", "yours"]).values())) == 5
     assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
     heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
