@@ -95,8 +95,10 @@ class PrimedLoop(Loop):
         return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
 
 
-def verdict_of(rows: Sequence[Row]) -> str:
-    """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
+def verdict_of(rows: Sequence[Row], common: float) -> str:
+    """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in; `common`: the
+    median difference.
+    """
     listed = [
         f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
         for row in rows
@@ -104,18 +106,7 @@ def verdict_of(rows: Sequence[Row]) -> str:
     ]
     if not listed:
         return f"every family is within {TOLERANCE:.0%} of its prediction"
-    common = common_of(rows)
-    relative = {row["family"]: (1 + row["difference"]) / (1 + common) - 1 for row in rows}
-    others = [f"{name} {part:+.1%}" for name, part in relative.items() if abs(part) > TOLERANCE]
-    return (
-        f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families; "
-        f"beyond {TOLERANCE:.0%} of that median: {', '.join(others) or 'none'}"
-    )
-
-
-def common_of(rows: Sequence[Row]) -> float:
-    """Median difference of all families, the machine's speed."""
-    return float(np.median([row["difference"] for row in rows]))
+    return f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families"
 
 
 def clock_table(report: Report) -> Table:
@@ -157,15 +148,8 @@ def rows_of(trace: Trace, num_prompts: int) -> list[int]:
 def clock(
     loop: PrimedLoop, runners: Sequence[Result], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
 ) -> tuple[Float[Array, "runner repeat row part"], Bool[Array, " row"]]:
-    """Play the whole trace to every runner, once untimed and then `repeats` times.
-
-    Args:
-        loop: the loop of the config, which writes recorded texts.
-        runners: the settings that are timed.
-        trace: the rows that are played.
-        rows: their numbers on the runners' test split.
-        repeats: timed turns.
-        name: the name of the dataset, for the progress bar.
+    """Play the whole trace to every runner, once untimed and then `repeats` times; `rows`: numbers of its rows on the
+    runners' test split.
 
     Returns:
         Seconds of each generation, of its drafts and of its verifications; and the rows on which every runner did what
@@ -218,14 +202,8 @@ def report_of(
     dataset: str,
     rows: Sequence[int],
 ) -> Report:
-    """Every runner, over the rows that all of them decoded as replayed; rows of one prompt, such as the turns of a
-    conversation, count together.
-
-    Args:
-        seconds, agrees: as `clock` returns them.
-        runners: the best fixed length among them.
-        times: predict them.
-        rows: numbers of the clocked rows on the test split.
+    """Every runner, the best fixed length among them, over the rows that all of them decoded as replayed; rows of one
+    prompt, such as the turns of a conversation, count together. `seconds`, `agrees`, `rows`: as of `clock`.
 
     Raises:
         ValueError: there is no such row.
@@ -233,29 +211,29 @@ def report_of(
     if not agrees.any():
         raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
     agreeing, timed = np.asarray(rows)[agrees].tolist(), seconds[:, :, agrees]
-    measured = []
+    predicted, clocked, parts = dict[str, Throughput](), dict[str, Throughput](), dict[str, dict[str, float]]()
     for number, runner in enumerate(runners):
-        played = played_on(runner, agreeing)
-        wall_s, expected = np.median(timed[number, ..., 0], axis=0), times.throughput(played).at(0)
-        throughput = Throughput(expected.tokens, played.per_prompt(wall_s[None])[0])
-        parts = _parts(wall_s.sum(), timed[number].sum((0, 1)), played, times)
-        measured.append((runner, expected, throughput, parts))
-    _, base_expected, base, _ = next(entry for entry in measured if entry[0].family == BASELINE)
+        played, name = played_on(runner, agreeing), runner.family
+        wall_s = np.median(timed[number, ..., 0], axis=0)
+        predicted[name] = times.throughput(played).at(0)
+        clocked[name] = Throughput(predicted[name].tokens, played.per_prompt(wall_s[None])[0])
+        parts[name] = _parts(wall_s.sum(), timed[number].sum((0, 1)), played, times)
     results = [
         {
             "family": runner.family,
             "setting": runner.label,
-            "predicted_tokens_per_s": expected.tokens_per_s,
-            "clocked_tokens_per_s": throughput.tokens_per_s,
-            "difference": throughput.tokens_per_s / expected.tokens_per_s - 1,
-            **parts,
-            "predicted_gain": gain_over(base_expected, expected),
-            "clocked_gain": gain_over(base, throughput),
+            "predicted_tokens_per_s": predicted[runner.family].tokens_per_s,
+            "clocked_tokens_per_s": clocked[runner.family].tokens_per_s,
+            "difference": clocked[runner.family].tokens_per_s / predicted[runner.family].tokens_per_s - 1,
+            **parts[runner.family],
+            "predicted_gain": gain_over(predicted[BASELINE], predicted[runner.family]),
+            "clocked_gain": gain_over(clocked[BASELINE], clocked[runner.family]),
         }
-        for runner, expected, throughput, parts in measured
+        for runner in runners
     ]
-    facts = {"dataset": dataset, "about": _about(len(base.tokens), agrees, num_repeats=seconds.shape[1])}
-    return facts | {"verdict": verdict_of(results), "common": common_of(results), "rows": results}
+    facts = {"dataset": dataset, "about": _about(len(clocked[BASELINE].tokens), agrees, num_repeats=seconds.shape[1])}
+    common = float(np.median([row["difference"] for row in results]))
+    return facts | {"verdict": verdict_of(results, common), "common": common, "rows": results}
 
 
 def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:

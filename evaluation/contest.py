@@ -1,4 +1,5 @@
-"""How the best setting is chosen: one contest between all competitors on one dataset at one set of times (law 4.10).
+"""How the best threshold, or other setting, is chosen: one contest between all competitors on one dataset at one set of
+times (law 4.10).
 
     1. Every setting of every competitor is replayed on the dev and on the test prompts (`replay_dataset`), once: what a
        policy does on a trace depends on no times.
@@ -9,7 +10,7 @@ Two policies depend on the times: the rule of law 4.11 and the oracle. `hold_eac
 of times.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -220,21 +221,14 @@ def best_heads(results: Mapping[str, Result]) -> dict[Timing, AcceptanceHead]:
 def replay_dataset(
     traces: Splits[Trace], competitors: Sequence[Competitor], *, perfect_head: bool, name: str
 ) -> Replays:
-    """Every arm of one dataset, the bounds last.
-
-    Args:
-        perfect_head: the trace knows acceptance along branches too, which the bounds of the perfect head need.
-        name: of the dataset, for the progress bar.
+    """Every arm of one dataset, the bounds last; `perfect_head`: the trace knows acceptance along branches too, which
+    the bounds of the perfect head need.
     """
     every = [*competitors, *bounds(perfect_head=perfect_head)]
-    with Bar(total=sum(len(entry.settings) for entry in every), desc=f"replay: {name}", unit="settings") as bar:
-        return Replays(traces, list(replay_arms(every, traces, bar.update)))
+    return Replays(traces, list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies"), traces)))
 
 
-def replay_arms(
-    competitors: Iterable[Competitor], traces: Splits[Trace], progress: Callable[[int], object] = lambda count: None
-) -> Iterator[Arm]:
-    """Every competitor on both splits; `progress` gets the number of settings after each."""
+def replay_arms(competitors: Iterable[Competitor], traces: Splits[Trace]) -> Iterator[Arm]:
+    """Every competitor on both splits."""
     for entry in competitors:
         yield Arm(entry, *(replay_settings(trace, entry.policy) for trace in traces))
-        progress(len(entry.settings))

@@ -52,25 +52,18 @@ def panels_of(count: int, *, width: float, height: float) -> tuple[Figure, list[
     return figure, panels
 
 
-def legend_below(axes: Axes) -> None:
-    """The legend under the axes, where it covers no data; the figure grows by its rows."""
-    labels = axes.get_legend_handles_labels()[1]
-    columns = 1 if max(map(len, labels)) > _LONG else 2
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.set_figheight(figure.get_figheight() + 0.19 * ceil(len(labels) / columns) + 0.1)
-    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
-        # "outside" makes room for it below the axis' own label
-        figure.legend(loc="outside lower center", fontsize=9, ncols=columns)
-
-
 def plot_of(name: str, caption: str, figure: Figure, **settings: Any) -> Plot:
-    """The figure as SVG, the same bytes for the same figure; with settings of its axes, and a legend of labels."""
+    """The figure as SVG, the same bytes for the same figure; with settings of its axes, and a legend of labels
+    below.
+    """
     if settings:
-        (axes, *_) = figure.axes
-        axes.set(**settings)
-        if axes.get_legend_handles_labels()[1]:
-            legend_below(axes)
+        figure.axes[0].set(**settings)
+        if labels := figure.axes[0].get_legend_handles_labels()[1]:
+            columns = 1 if max(map(len, labels)) > _LONG else 2
+            figure.set_figheight(figure.get_figheight() + 0.19 * ceil(len(labels) / columns) + 0.1)
+            with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
+                # "outside" makes room for it below the axis' own label, where it covers no data
+                figure.legend(loc="outside lower center", fontsize=9, ncols=columns)
     buffer = io.StringIO()
     # Ids inside an SVG are random unless they are salted, and the date would differ from run to run.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):

@@ -25,14 +25,12 @@ class Table(NamedTuple):
     """Below the table."""
     names: int = 1
     """How many columns, from the left, hold names; all others hold numbers."""
-    headings: Sequence[str] = ()
-    """The columns, in order; if empty, those of the rows."""
     marks: Mapping[int, str] = {}
     """Number of a row -> `best`, which is bold, or `bound`, which is pale on the page."""
 
     @property
     def columns(self) -> list[str]:
-        return list(self.headings or dict.fromkeys(column for row in self.rows for column in row))
+        return list(dict.fromkeys(column for row in self.rows for column in row))
 
     @property
     def cells(self) -> list[list[str]]:

@@ -37,6 +37,7 @@ from evaluation.gain import Splits
 from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
+from evaluation.tuning.calibration import is_of_other_sampling
 from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 from lm import Sampling, load_config, load_model
@@ -199,7 +200,8 @@ class Race:
 
         def ours(family: str, setting: str, policy: Policy, on_dev: float | None = None) -> RaceArm:
             timed = generations_of(loop.decoder(policy), num_tokens)
-            return RaceArm(family, setting, timed, of_other_sampling(policy, sampling), on_dev)
+            heads = (head for head in policy.heads if isinstance(head, AcceptanceHead))
+            return RaceArm(family, setting, timed, any(is_of_other_sampling(head, sampling) for head in heads), on_dev)
 
         arms = {ALONE: ours(ALONE, "-", FixedLength(0))}
         arms |= {spec: ours(_family_of(spec), spec, policy) for spec, policy in named.items()}
@@ -263,12 +265,6 @@ class Race:
         decode = replace(config.decode, dir=directory, allow_foreign_heads=True, num_test=1, perfect_head=False)
         of_pair = SamplingConfig(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         return Experiment(replace(config, decode=decode, pair=replace(config.pair, sampling=of_pair)))
-
-
-def of_other_sampling(policy: Policy, sampling: Sampling) -> bool:
-    """Whether one of a policy's heads was trained under another sampling."""
-    known = [head.provenance.sampling for head in policy.heads if isinstance(head, AcceptanceHead)]
-    return any(trained_under and trained_under != sampling.as_dict() for trained_under in known)
 
 
 def _family_of(spec: str) -> str:

@@ -114,9 +114,8 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
 
 
 def verdict_of(cell: Cell) -> str:
-    """Lead of our arm that dev chose over each schedule, and our arms that are slower than one.
-
-    Policies that were named have no figures of dev: the fastest of them on the timed prompts is reported.
+    """Lead of our arm that dev chose over each schedule; of policies that were named, which have no figures of dev, the
+    fastest on the timed prompts.
     """
     ours = [arm for arm in cell["arms"] if arm["family"] not in (*SCHEDULES, ALONE, UNASSISTED)]
     how, best = "dev chose", max(ours, key=lambda arm: arm["on_dev"] or 0.0)
@@ -129,15 +128,7 @@ def verdict_of(cell: Cell) -> str:
     if not schedules:
         lead = f", {_short(best['over'][BASELINE])} % over the best fixed length" * (best["family"] != BASELINE)
         return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it."
-    against = ", ".join(f"{_over(best, name)} % over {name_of(name)}" for name in schedules)
-    slower = [
-        f"{name_of(arm['family'])} than {name_of(name)}"
-        for arm in ours
-        for name in schedules
-        if arm["over"][name].value < 0
-    ]
-    rest = f"Slower: {'; '.join(slower)}" if slower else "None of ours is slower than a schedule"
-    return f"{subject}: {against}. {rest}."
+    return f"{subject}: {', '.join(f'{_over(best, name)} % over {name_of(name)}' for name in schedules)}."
 
 
 def name_of(family: str) -> str:

@@ -33,16 +33,12 @@ Row = dict[str, Any]
 
 def in_batches(
     experiment: Experiment, every: Mapping[str, Replays], every_times: Sequence[Times], sizes: Sequence[int]
-) -> list[Row]:
-    """Print a table for each dataset, set of times and size of batch, as soon as it is known; rows of batches.csv.
-
-    Args:
-        experiment: whose measured curves of batches are used, if there are any.
-        every: replays of each dataset, one sequence at a time.
-        every_times: the first decide which head of each family competes.
-        sizes: sequences in a batch.
+) -> tuple[list[Row], list[Table]]:
+    """Print a table for each dataset, set of times and size of batch, as soon as it is known; rows of batches.csv, and
+    the tables. Curves that were measured are used; the first times decide which head of each family competes.
     """
-    rows, setups = [], setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))
+    rows, tables = list[Row](), list[Table]()
+    setups = setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))
     for dataset, replays in every.items():
         num_rows = len(replays.traces.test.rows)
         if max(sizes) > num_rows:
@@ -53,10 +49,11 @@ def in_batches(
         for setup, of_setup in contests_of(replays, setups, sizes):
             where = {"dataset": dataset, "ratio": setup.times.ratio, "costs": setup.times.origin}
             new = [where | {"verify_share": setup.verify_share} | row for row in of_setup]
-            for table in batch_tables(new, setup.title):
+            tables += (of_setup_tables := batch_tables(new, setup.title))
+            for table in of_setup_tables:
                 table.print()
             rows += new
-    return rows
+    return rows, tables
 
 
 def contests_of(

@@ -22,7 +22,6 @@ from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
-from evaluation.report.plots import all_plots
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
@@ -74,8 +73,7 @@ def evaluate(
         verdict = recommend(pooled(list(page.replays.values()), times), experiment)
         written = [*write_files(page), write_verdict(verdict, directory)]
         if sizes:
-            page.batches.extend(in_batches(experiment, page.replays, every_times, sizes))
-            written.append(write_csv(directory / "batches.csv", page.batches))
+            written.append(_batched(experiment, page, every_times, sizes))
         written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
         document = {"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))}
@@ -87,14 +85,11 @@ def evaluate(
 def compare_all(
     experiment: Experiment, every_times: Sequence[Times], *, sources: dict[str, Contest], page: Page, has_all: bool
 ) -> None:
-    """Print every dataset at all times, and put it on the page.
+    """Print every dataset of a complete trace at all times, and put it on the page.
 
     Args:
-        experiment: what is compared, its trace complete.
-        every_times: the first decide what is plotted.
         sources: title of times -> the contest whose choices are transferred; empty: that of the first dataset, to all
             sets that no head was trained on.
-        page: of the report.
         has_all: whether every policy's row is printed, below the stages.
     """
     folder, has_sources = trace_folder(experiment), bool(sources)
@@ -111,7 +106,7 @@ def compare_all(
         replays = replay_dataset(traces, competitors, perfect_head=experiment.decode.perfect_head, name=dataset)
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:
-            stage_table(contest, is_narrow=True).print()
+            stage_table(contest).print()
             if has_all:
                 result_table(contest).print()
             page.records.extend(records_of(contest.results, contest))
@@ -120,8 +115,6 @@ def compare_all(
                 results = transferred(source, contest, replays)
                 transfer_table(results, source, contest).print()
                 page.records.extend(transfer_records(results, source, contest))
-        plots = all_plots(replays, contests[0])
-        page.plots.extend([plot.of(dataset) for plot in plots] if len(experiment.datasets) > 1 else plots)
         page.replays[dataset], page.contests[dataset] = replays, contests
 
 
@@ -130,6 +123,14 @@ def _tell(contests_of: Mapping[str, Sequence[Contest]], last: str) -> None:
         for contest in contests[::-1]:  # those at the evaluation's own times last
             say(f"\n{f'{dataset}. ' * (len(contests_of) > 1)}{sentence_of(contest)}")
     say(f"\n{last}")
+
+
+def _batched(experiment: Experiment, page: Page, every_times: Sequence[Times], sizes: Sequence[int]) -> Path:
+    """Replay every dataset in batches, and print and write what comes of it."""
+    rows, tables = in_batches(experiment, page.replays, every_times, sizes)
+    page.batches.extend(rows)
+    page.batch_tables.extend(tables)
+    return write_csv(page.directory / "batches.csv", rows)
 
 
 def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: int) -> Path:

@@ -3,7 +3,7 @@ on the page is computed here; its slider switches between tables that are alread
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import chain
@@ -17,12 +17,11 @@ from decode.experiment import Experiment
 from evaluation.clock import Report, clock_table
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Contest, Replays, hold_each
-from evaluation.families import HEADS, family
+from evaluation.families import family
 from evaluation.figure import Plot
-from evaluation.report.batches import batch_tables
-from evaluation.report.plots import stage_plot
+from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table, stages_of
-from evaluation.report.verdict import explained, sentence_of
+from evaluation.report.verdict import sentence_of
 from evaluation.table import Table, flat, say
 from store.shards import write_atomic
 
@@ -43,11 +42,10 @@ class Page:
     """The contest at each of the evaluation's times, the first of this machine or as given."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The rows of results.csv."""
-    plots: list[Plot] = field(default_factory=list)
-    """All but those of stages."""
     clocks: list[Report] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
     """The rows of batches.csv."""
+    batch_tables: list[Table] = field(default_factory=list)
 
     @property
     def stages(self) -> list[dict[str, Any]]:
@@ -114,77 +112,66 @@ def _write_counts(path: Path, arms: Sequence[Arm]) -> Path:
 
 def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
     """The first contest of a dataset and one at every ratio of the page, by ratio."""
-    known = {contest.times.title: contest for contest in contests[1:]}
-    others = contests[0].times.at_ratios(RATIOS)[1:]
-    new = [times for times in others if times.title not in known]
-    every = [contests[0], *(known[times.title] for times in others if times.title in known)]
-    every += hold_each(replays, new, dataset=contests[0].dataset, is_online=(False,))
-    return sorted(every, key=lambda contest: contest.times.ratio)
+    first = contests[0]
+    others = hold_each(replays, first.times.at_ratios(RATIOS)[1:], dataset=first.dataset, is_online=(False,))
+    return sorted([first, *others], key=lambda contest: contest.times.ratio)
 
 
 def write_report(page: Page) -> None:
     """Write report.html, and every plot as a file."""
-    plots, answers, rankings, labels, current = list(page.plots), "", "", [""], 0
-    is_one = len(page.contests) == 1
+    answers, more_plots, is_several = "", "", len(page.contests) > 1
     for name, contests in page.contests.items():
-        answers += f"<h2>{escape(name)}</h2>" * (not is_one)
-        for contest in contests:
-            picture, title = stage_plot(contest), escape(contest.times.title)
-            answer, is_first = _answer(contest, picture), contest is contests[0]
-            answers += answer if is_first else f"<details><summary>at {title}</summary>{answer}</details>"
-            plots.append(picture if is_one else picture.of(name))
-    for name, replays in page.replays.items():
-        steps = at_ratios(page.contests[name], replays)
-        current = steps.index(page.contests[name][0])
-        labels = [f"{step.times.ratio:.3g} draft forwards" for step in steps]
-        labels[current] += ", as in this evaluation"
-        for number, step in enumerate(steps):
-            table = _table(result_table(step)._replace(note=""))
-            rankings += f'<div data-step="{number}"{"" if number == current else " hidden"}>{table}</div>'
-    clocks = "<h2>On a clock</h2>" * bool(page.clocks)
-    for report in page.clocks:
-        table = _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}"))
-        clocks += f"{table}{_note(report['verdict'])}"
+        plots = [*map(stage_plot, contests), *all_plots(page.replays[name], contests[0])]
+        plots = [plot.of(name) for plot in plots] if is_several else plots
+        for plot in plots:
+            write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
+        first, *others = map(_answer, contests, plots)
+        answers += f"<h2>{escape(name)}</h2>{first}" if is_several else first
+        for contest, answer in zip(contests[1:], others, strict=True):
+            answers += f"<details><summary>at {escape(contest.times.title)}</summary>{answer}</details>"
+        more_plots += "".join(map(_figure, plots[len(contests) :]))
+    clocks = [
+        _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"]))
+        for report in page.clocks
+    ]
     parts = {
         "about": escape(page.about),
         "answers": answers,
-        "rankings": rankings,
-        "last": len(labels) - 1,
-        "here": current,
-        "labels": json.dumps(labels),
-        "batches": _batches(page.batches),
-        "clocks": clocks,
-        "plots": "".join(map(_figure, page.plots)),
+        **_rankings(page),
+        "batches": _section("In batches", map(_table, page.batch_tables)),
+        "clocks": _section("On a clock", clocks),
+        "plots": more_plots,
     }
-    for plot in plots:
-        write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     write_atomic(page.directory / "report.html", template.substitute(parts).encode())
 
 
 def _answer(contest: Contest, picture: Plot) -> str:
-    verdict, best = escape(sentence_of(contest)).replace(" %", "&nbsp;%"), contest.leaders.get(HEADS)
-    about = f"{best.competitor.head}: {explained(best.competitor.policy.heads[0])}." if best else ""
-    return f'<p class="verdict">{verdict}</p>{_note(about)}{_figure(picture)}{_table(stage_table(contest))}'
+    sentence = escape(sentence_of(contest)).replace(" %", "&nbsp;%")
+    return f'<p class="verdict">{sentence}</p>{_figure(picture)}{_table(stage_table(contest))}'
 
 
-def _batches(rows: Sequence[Mapping[str, Any]]) -> str:
-    setups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        share = "as measured" if row["verify_share"] is None else f"{row['verify_share']:g} t_draft"
-        title = f"a target forward costs {row['ratio']:.2f} draft forwards, {row['costs']}; a verified token {share}"
-        setups.setdefault((row["dataset"], title), []).append(row)
-    tables = [table for (_, title), of_setup in setups.items() for table in batch_tables(of_setup, title)]
-    parts = "".join(_table(table._replace(note="")) for table in tables)
-    return f"<h2>In batches</h2>{_note(tables[0].note)}{parts}" if tables else ""
+def _rankings(page: Page) -> dict[str, Any]:
+    """The rankings of all datasets at every step of the slider, of which one shows, and the labels of the steps."""
+    times = next(iter(page.contests.values()))[0].times
+    steps = zip(*(at_ratios(page.contests[name], replays) for name, replays in page.replays.items()), strict=True)
+    rankings, labels, here = "", [], 0
+    for number, contests in enumerate(steps):
+        is_here = contests[0].times is times
+        here = number if is_here else here
+        labels.append(f"{contests[0].times.ratio:.3g} draft forwards{', as in this evaluation' * is_here}")
+        tables = "".join(_table(result_table(contest)._replace(note="")) for contest in contests)
+        rankings += f'<div data-step="{number}"{" hidden" * (not is_here)}>{tables}</div>'
+    return {"rankings": rankings, "labels": json.dumps(labels), "last": len(labels) - 1, "here": here}
+
+
+def _section(heading: str, parts: Iterable[str]) -> str:
+    text = "".join(parts)
+    return f"<h2>{heading}</h2>{text}" if text else ""
 
 
 def _figure(plot: Plot) -> str:
     return f"<figure>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
 def _table(table: Table) -> str:
@@ -194,7 +181,8 @@ def _table(table: Table) -> str:
     for number, cells in enumerate(table.cells):
         row = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, cells, strict=True))
         body += f'<tr class="{table.marks.get(number, "")}">{row}</tr>'
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     return (
         f'<h3>{escape(table.title)}</h3><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>{_note(table.note)}"
+        f"<tbody>{body}</tbody></table></div>{note}"
     )

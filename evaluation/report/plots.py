@@ -17,14 +17,6 @@ from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 _BINS = 15
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
-_MEANINGS = {
-    PRODUCT: "minimum probability of the whole draft",
-    "max_rejection_prob": "rejection probability at which drafting stops",
-    "min_token_prob": "minimum probability of the newest token",
-    "min_max_prob": "minimum probability of the likeliest token",
-    "max_sqrt_entropy": "square root of the entropy at which drafting stops, nats",
-}
-"""Parameter -> what its values mean; policies whose thresholds mean the same share a plot."""
 _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
 
@@ -36,10 +28,8 @@ def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
 
 
 def thresholds(contest: Contest) -> list[Plot]:
-    """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each meaning of a
-    threshold.
-    """
-    times, by_meaning = contest.times, dict[str, list[Result]]()
+    """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each parameter."""
+    times, by_parameter = contest.times, dict[str, list[Result]]()
     for name, result in contest.results.items():
         settings = result.competitor.settings
         if name in BOUNDS or len(settings) <= 4 or any(len(setting) != 1 for setting in settings):
@@ -48,9 +38,9 @@ def thresholds(contest: Contest) -> list[Plot]:
         # the product's parameter has the name of token_prob's, but bounds another probability
         parameter = PRODUCT if name == PRODUCT else parameter
         if isinstance(value, float):
-            by_meaning.setdefault(_MEANINGS.get(parameter, parameter.replace("_", " ")), []).append(result)
+            by_parameter.setdefault(parameter, []).append(result)
     plots = []
-    for number, (meaning, members) in enumerate(by_meaning.items(), 1):
+    for number, (parameter, members) in enumerate(by_parameter.items(), 1):
         figure, axes = figure_of(2.8)
         styles = styles_of(result.family for result in members)
         for result in members:
@@ -60,9 +50,9 @@ def thresholds(contest: Contest) -> list[Plot]:
             speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
             axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
             axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
-        caption = f"Predicted speed-up over the target alone by {meaning}, on test. The dot marks dev's choice."
+        caption = f"Predicted speed-up over the target alone by {parameter}, on test. The dot marks dev's choice."
         name = f"thresholds-{number}"
-        plots.append(plot_of(name, caption, figure, xlabel=meaning, ylabel="predicted speed-up"))
+        plots.append(plot_of(name, caption, figure, xlabel=parameter, ylabel="predicted speed-up"))
     return plots
 
 

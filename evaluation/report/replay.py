@@ -23,7 +23,6 @@ from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 
-_BARS = " ▁▂▃▄▅▆▇█"
 _COLUMNS = {
     "dataset": ("dataset", ""),
     "split": ("split", ""),
@@ -71,7 +70,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
     with printing(aside=json):
         Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2).print()
         for row in rows:
-            print(f"draft lengths, {row['dataset']} {row['split']}: {histogram(row['rounds_by_length'])}")
+            print(f"draft lengths, {row['dataset']} {row['split']}: {lengths_text(row['rounds_by_length'])}")
         for row in (row for row in rows if row["split"] == "test"):
             say(
                 f"{cost.where}: {policy} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "
@@ -112,11 +111,8 @@ def played(policy: Policy, trace: Trace, *, cost: Times, dataset: str, split: st
     }
 
 
-def histogram(rounds_by_length: Sequence[int]) -> str:
-    """Share of rounds by draft length: a bar for each length from 0, and the median."""
+def lengths_text(rounds_by_length: Sequence[int]) -> str:
+    """Mean and median draft length over rounds."""
     rounds = np.asarray(rounds_by_length)
-    # Bars are rounded up, so that a length that occurs at all can be seen.
-    heights = np.ceil(rounds / max(1, rounds.max()) * (len(_BARS) - 1)).astype(int)
     median = int(np.searchsorted(rounds.cumsum(), rounds.sum() / 2))
-    mean = float(rounds @ np.arange(len(rounds)) / max(1, rounds.sum()))
-    return f"0 |{''.join(_BARS[height] for height in heights)}| {len(rounds) - 1}   mean {mean:.2f}, median {median}"
+    return f"mean {rounds @ np.arange(len(rounds)) / max(1, rounds.sum()):.2f}, median {median}"

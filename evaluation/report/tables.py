@@ -155,46 +155,37 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
     return stages
 
 
-def stage_table(contest: Contest, *, is_narrow: bool = False) -> Table:
-    """The stages below the target alone; the note has what else decides.
-
-    `is_narrow`: for a console of 100 columns, what a stage knows is below its name, and its setting in the note.
-    """
-    stages, names = stages_of(contest), ["stage"] if is_narrow else ["stage", "what it knows", "setting"]
-    alone = {"stage": family(ALONE).label, "what it knows": "no draft", "setting": ""}
-    rows = [alone | {"tokens/s": speed_text(1 / contest.times.t_target_s[0])}]
+def stage_table(contest: Contest) -> Table:
+    """The stages below the target alone; the note has their settings, and what else decides."""
+    stages, alone = stages_of(contest), speed_text(1 / contest.times.t_target_s[0])
+    rows = [{"stage": f"{family(ALONE).label}\nno draft", "tokens/s": alone}]
     for stage in stages:
-        row = {name: stage[name] for name in ("stage", "setting")} | {
-            "what it knows": stage["missing"] or stage["knows"]
-        }
+        row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 34)}"}
         if "gain" in stage:
             speed, low, high = map(speed_text, stage["tokens_per_s"][:3])
             row["tokens/s"] = speed
         if "added" in stage:
             row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words, "adds": stage["added"].words}
         rows.append(row)
-    note = (
-        f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap "
-        "of test prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed "
-        "length's. adds: over the row above. Bold: the best on dev of what can be run"
-    )
-    if slower := [stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0]:
-        note += f". {' and '.join(slower)}: slower than the row above"
-    of_stages, beside = [stage["family"] for stage in stages], []
-    for name in deciding_families(contest):
-        if name not in of_stages:
-            label = " at ".join(filter(None, (family(name).label, values_of(contest.results[name].setting))))
-            beside.append(f"{label}: {contest.gain(name).words}")
-    if beside:
-        note += f". Beside them, over the best fixed length: {'; '.join(beside)}"
-    if is_narrow:
-        settings = [f"{row['stage']} {row['setting']}" for row in rows if row["setting"]]
-        more = len(contest.results) + 1 - sum("tokens/s" in row for row in rows)
-        note += f". Chosen on dev: {'; '.join(settings)}. --all: {more} more rows"
-        rows = [row | {"stage": f"{row['stage']}\n{fill(row['what it knows'], 34)}"} for row in rows]
+    of_stages = [stage["family"] for stage in stages]
+    settings = [f"{stage['stage']} {stage['setting']}" for stage in stages if stage["setting"]]
+    slower = [stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0]
+    beside = [
+        f"{' at '.join(filter(None, (family(name).label, values_of(contest.results[name].setting))))}: "
+        f"{contest.gain(name).words}"
+        for name in deciding_families(contest)
+        if name not in of_stages
+    ]
+    notes = [
+        f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap of test "
+        "prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed length's. adds: "
+        "over the row above. Bold: the best on dev of what can be run",
+        *([f"{' and '.join(slower)}: slower than the row above"] if slower else []),
+        *([f"Beside them, over the best fixed length: {'; '.join(beside)}"] if beside else []),
+        f"Chosen on dev: {'; '.join(settings)}. --all: every policy's row",
+    ]
     marks = {number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family}
-    headings = [*names, "tokens/s", "gain", "adds"]
-    return Table(title_of(contest), rows, note, names=len(names), headings=headings, marks=marks)
+    return Table(title_of(contest), rows, ". ".join(notes), marks=marks)
 
 
 def deciding_families(contest: Contest) -> list[str]:

@@ -20,21 +20,7 @@ from evaluation.gain import Gain
 from evaluation.played import joined
 from evaluation.report.tables import values_of
 from evaluation.times import Times
-from heads.model.head import TIMING_LABELS, AcceptanceHead
-from lm.signals import SCALARS
 from store.shards import write_atomic
-
-_SCORED = {
-    "drawn": "the moment it is drawn",
-    "fed": "once the draft has read it, one forward later (as SpecDec++ does)",
-    "prefix": "before it is drawn",
-    "candidate": "as a candidate of a tree",
-}
-_SCALARS = {
-    "log_token_prob": "the token's log-probability",
-    "entropy": "the entropy of the draft's distribution",
-    "text_position": "the token's position in the response",
-}
 
 
 def sentence_of(contest: Contest) -> str:
@@ -79,18 +65,6 @@ def _named(result: Result) -> str:
         return f"fixed length {values}" if result.setting["k"] else "no draft (fixed length 0)"
     name = f"head {head}" if (head := result.competitor.head) else family(result.family).label
     return f"{name} at {values}" if values else name
-
-
-def explained(head: AcceptanceHead) -> str:
-    """What the name of an exported head says, in words."""
-    symbols = [_SCALARS.get(name, SCALARS[name].symbol) for name in head.inputs.scalars]
-    inputs = ["the draft's hidden state", *symbols, *(["the token's embedding"] if head.inputs.embedding else [])]
-    listed = " and ".join([", ".join(inputs[:-1]), inputs[-1]] if len(inputs) > 1 else inputs)
-    depth = "a linear layer" if not head.depth else f"{head.depth} hidden layer{'s' * (head.depth > 1)}"
-    weight = head.provenance.reject_weight / head.provenance.accept_weight
-    weighed = "" if weight == 1 else f", trained with rejections weighed {weight:g} times"
-    scored = f"a {TIMING_LABELS[head.timing]} head scores a token {_SCORED[head.timing]}"
-    return f"{scored}; this one reads {listed}, and has {depth}{weighed}"
 
 
 def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:

@@ -79,8 +79,6 @@ def test_a_table_prints_every_cell_under_its_heading_and_what_is_absent_as_nothi
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     assert cells == table.cells
     assert json.loads(json.dumps(table.as_dict())) == {"title": "speeds", "rows": table.rows, "note": "of two"}
-    empty = Table("none", [], headings=("policy", "gain")).table()
-    assert [column.header for column in empty.columns] == ["policy", "gain"]
     figures = {"gain": 0.25, "gain_low": 0.1, "gain_high": 0.4}
     assert flat({"family": "a", "gain": GAIN, "tokens_per_s": 2.0}) == {"family": "a", **figures, "tokens_per_s": 2.0}
     assert Gain(0.204, 0.166, -0.004, 0.0).words == "+20 % (17, 0)"

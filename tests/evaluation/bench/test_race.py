@@ -8,7 +8,7 @@ import pytest
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows, of_other_sampling
+from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
 from evaluation.times import Times
@@ -61,9 +61,10 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
     for name, foreign in (("greedy", True), ("sampled", False)):
         best_arms = race.best_arms("stories", name)
         assert list(best_arms) == ["fixed_length", "head_drawn", "auto_drawn"]
-        policies = [best.policy for best in best_arms.values()]
-        assert [of_other_sampling(policy, SAMPLINGS[name]) for policy in policies] == [False, foreign, foreign]
-        assert policies[0].k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
+        arms = race._arms("stories", name)
+        of_other_sampling = [arms[family].of_other_sampling for family in best_arms]
+        assert of_other_sampling == [False, foreign, foreign]
+        assert best_arms["fixed_length"].policy.k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         race_of(config, "oracle").best_arms("stories", "own")
 

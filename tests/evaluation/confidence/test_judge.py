@@ -15,7 +15,6 @@ from evaluation.confidence import command as confidence
 from evaluation.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, score_of
 from heads import AcceptanceHead
 from heads.command import export
-from heads.measures.scores import measures
 from heads.model.confidence import CARD
 from heads.training.command import train
 from lm import load_pair
@@ -57,17 +56,6 @@ def test_trimming_keeps_most_accepted_tokens_where_the_survival_is_known():
     assert known.shape == (BLOCK + 1,)
     assert 0.5 < float(known[-1]) <= 1
     assert float(known[-1]) > float(reverse[-1])
-
-
-def test_a_token_is_weighted_by_the_probability_that_verification_reaches_it():
-    drafts = drafts_of(0)
-    token, survival = drafts.histograms(drafts.logits[OWN])
-    rate, prob, confidence = drafts.rate, drafts.acceptance_prob, drafts.logits[OWN].sigmoid()
-    reach = torch.cat([torch.ones(len(prob), 1), prob.cumprod(1)[:, :-1]], 1) * drafts.is_token
-    token_loss = (reach * (confidence - rate) ** 2).sum(0) / reach.sum(0)
-    errors = (confidence.cumprod(1) - prob.cumprod(1)) ** 2 * drafts.is_token
-    torch.testing.assert_close(measures(token).brier[:-1], token_loss, atol=1e-5, rtol=0)
-    torch.testing.assert_close(measures(survival).brier[:-1], errors.sum(0) / drafts.is_token.sum(0), atol=5e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -108,8 +108,8 @@ def test_every_size_has_a_table_and_every_result_is_a_row(replays, capsys, monke
     monkeypatch.setattr(batches, "kept_curves", lambda experiment: None)
     experiment = Experiment.__new__(Experiment)
     experiment.decode = DecodeConfig(verify_shares=(0.0, 0.2))
-    rows = in_batches(experiment, {"toys": replays}, [TIMES], [1, 44])
-    assert len(rows) == 2 * 2 * 4
+    rows, tables = in_batches(experiment, {"toys": replays}, [TIMES], [1, 44])
+    assert (len(rows), len(tables)) == (2 * 2 * 4, 2 * 2)
     assert list(rows[0])[:6] == ["dataset", "ratio", "costs", "verify_share", "batch_size", "family"]
     without = [arm for arm in replays.arms if not arm.competitor.family.startswith("perfect")]
     printed = " ".join(capsys.readouterr().out.split())

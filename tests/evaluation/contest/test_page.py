@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from evaluation.competitor import bounds
-from evaluation.contest import best_heads
 from evaluation.families import family
 from evaluation.report import page as page_module
 from evaluation.report.page import Page, write_report
-from evaluation.report.plots import draft_lengths, reliability_plot
+from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
 from evaluation.report.verdict import sentence_of
 
@@ -24,15 +23,13 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 @pytest.fixture(scope="module")
 def page(contest, replays, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    plots = [draft_lengths(contest), reliability_plot(replays.traces.test, best_heads(contest.results))]
-    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}}
-    write_report(Page(about="a < b", directory=directory, plots=plots, **of_set))
+    write_report(Page(about="a < b", directory=directory, contests={"made": [contest]}, replays={"made": replays}))
     return directory / "report.html"
 
 
 def cells(part: str) -> list[list[str]]:
-    rows = re.findall(r"<tr class.*?</tr>", part)
-    return [[html.unescape(cell) for cell in re.findall(r"<td.*?>(.*?)</td>", row)] for row in rows]
+    rows = re.findall(r"(?s)<tr class.*?</tr>", part)
+    return [[html.unescape(cell) for cell in re.findall(r"(?s)<td.*?>(.*?)</td>", row)] for row in rows]
 
 
 def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_the_console(page, contest):
@@ -61,12 +58,14 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
     assert len(re.findall('class="bound"', part)) == len(list(bounds()))
 
 
-def test_plots_of_two_datasets_are_two_files(contest, tmp_path):
-    plot, contests = draft_lengths(contest), {name: [contest] for name in ("one", "two")}
-    write_report(Page(about="", directory=tmp_path, contests=contests, plots=[plot.of(name) for name in contests]))
-    names = {f"{plot}-{name}.svg" for plot in ("draft_lengths", "gain-here") for name in contests}
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
-    assert plot.of("one").caption == f"one: {plot.caption}"
+def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
+    contests, of_sets = {name: [contest] for name in ("one", "two")}, dict.fromkeys(("one", "two"), replays)
+    write_report(Page(about="", directory=tmp_path, contests=contests, replays=of_sets))
+    names = {plot.name for plot in (stage_plot(contest), *all_plots(replays, contest))}
+    assert {"gain-here", "draft_lengths", "reliability", "thresholds-1"} <= names
+    files = {f"{plot}-{name}.svg" for plot in names for name in contests}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == files
+    assert "<figcaption>one: Draft lengths" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.browser

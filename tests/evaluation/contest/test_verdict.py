@@ -36,10 +36,9 @@ from evaluation.played import Played
 from evaluation.report.page import Page, folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
 from evaluation.report.tables import deciding_families, result_table, stage_table, stages_of
-from evaluation.report.verdict import doubt_of, explained, pooled, recommend, sentence_of, write_verdict
+from evaluation.report.verdict import doubt_of, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
@@ -77,21 +76,11 @@ def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_ev
     beside = set(shown) - {stage["family"] for stage in stages}
     assert beside
     assert all(f"{family(name).label}" in note and contest.gain(name).words in note for name in beside)
-    console, whole = stage_table(contest, is_narrow=True), result_table(contest)
+    console, whole = stage_table(contest), result_table(contest)
     assert console.title == whole.title
     assert [row["gain"] for row in console.rows[2:]] == [stage["gain"].words for stage in stages[1:]]
-    assert f"--all: {len(whole.rows) - len(console.rows)} more rows" in console.note
     bold = [row["policy"] for number, row in enumerate(whole.rows) if whole.marks.get(number) == "best"]
     assert bold == [family(contest.best.family).label]
-
-
-def test_the_name_of_a_head_is_explained_in_words():
-    head = AcceptanceHead(4, 2, "drawn", True, provenance=Provenance(reject_weight=6.0))
-    assert explained(head) == (
-        "a drawn-time head scores a token the moment it is drawn; this one reads the draft's hidden state, the token's "
-        "log-probability and the entropy of the draft's distribution, and has 2 hidden layers, trained with rejections "
-        "weighed 6 times"
-    )
 
 
 def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
@@ -204,7 +193,7 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
     assert stages[row + 1]["knows"] == "; ".join(known)
     assert sum(stage.get("percent_of_oracle_gain") or 0 for stage in stages) == pytest.approx(100)
     cells = stage_table(contest).rows[row + 1]
-    assert why in cells["what it knows"]
+    assert why in " ".join(cells["stage"].split())
     assert "tokens/s" not in cells
     assert why in stages[row]["missing"]
     assert f">{why.partition(':')[0]}<" in stage_plot(contest).svg
@@ -214,9 +203,8 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     contest = contest_at(SPEEDS)
     head, table = stages_of(contest)[2], stage_table(contest)
     speed, low, high, _ = head["tokens_per_s"]
-    head_cells = ["best head, drawn-time", "what a head learned", "drawn+s-d1-w3 at 0.731"]
     figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head["gain"].words, head["added"].words]
-    assert table.cells[3] == head_cells + figures
+    assert table.cells[3] == ["best head, drawn-time\nwhat a head learned", *figures]
     assert [row["tokens/s"] for row in table.rows[:2]] == ["50.0", "100"]
     assert f"entropy (SVIP): {contest.gain('entropy').words}" in table.note
     names = ("tokens_per_s_low", "gain_high", "added", "percent_of_oracle_gain")
@@ -224,9 +212,8 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
     svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
-    console = stage_table(contest, is_narrow=True)
-    assert Console(width=200).measure(console._replace(note="").table()).maximum <= 100
-    assert "drawn+s-d1-w3 at 0.731" in console.note
+    assert Console(width=200).measure(table._replace(note="").table()).maximum <= 100
+    assert "best head, drawn-time drawn+s-d1-w3 at 0.731" in table.note
     near = Times.constant(0.01, 0.02)
     every = (Times.constant(0.2, 0.9996), *map(near.with_ratio, (5.0, 4.998, 5.000001)))
     assert len({stage_plot(replace(contest, times=times)).name for times in every}) == 4, "a file each"
