@@ -15,7 +15,7 @@ from heads import AcceptanceHead
 from lm import Sampling
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.enumeration import seeded
-from tests.toys.loop import BothHeads, LearnedProb, random_head
+from tests.toys.loop import BothHeads, Recalling, random_head
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, model
 
 GREEDY, STOPS = Sampling(temperature=0.0), frozenset({EOS})
@@ -31,7 +31,7 @@ FORGETFUL += [policies.MaxProb(0.4), policies.Entropy(0.45), HeadPolicy(FED, 0.6
 FORGETFUL += [HeadPolicy(head("fed", inputs=inputs), 0.6) for inputs in (True, ("text_position",))]
 FORGETFUL += [HeadPolicy(DRAWN, 0.5), BothHeads((FED, DRAWN), 0.7), HeadPolicy(PREFIX, 0.5)]
 REMEMBERING: list[Policy] = [Heuristic(2), SelfVerify(1.0), AdaEDL(0.4), Auto(DRAWN, 1.0, 4.0), Auto(FED, 1.0, 4.0)]
-LEARNING: list[Policy] = [LearnedProb(0.5), HeadPolicy(DRAWN, 0.5, is_learning=True)]
+LEARNING: list[Policy] = [Recalling(), HeadPolicy(DRAWN, 0.5, is_learning=True)]
 LEARNING.append(Auto(PREFIX, 1.0, 4.0, is_learning=True))
 
 

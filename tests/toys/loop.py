@@ -13,9 +13,9 @@ from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, Number, Outcome, State
+from decode.policies.base import Number
 from decode.policies.batch import BatchAuto, BatchCosts, Curve
-from decode.policies.learning import FIRST, NOTHING, learned_from, logit_of, score_of, sigmoid, token_feedback
+from decode.policies.learning import sigmoid
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
 from heads import AcceptanceHead
@@ -24,36 +24,6 @@ from lm.batch import BatchModel
 from lm.masks import Tree
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.observed import observed
-
-
-@dataclass(frozen=True)
-class LearnedProb(Policy):
-    """Stop when 1 - (product of acceptance probabilities, learned of q(y) and max_v q(v)) > max_rejection_prob."""
-
-    max_rejection_prob: Number = 0.7
-    signals = frozenset({"token_prob", "max_prob"})
-    zero_feedback = NOTHING
-    ranges = (("max_rejection_prob", 0, 1),)
-
-    def start(self) -> State:
-        return 1.0, FIRST
-
-    def begin(self, state: State) -> State:
-        return 1.0, state[1]
-
-    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
-        survival = state[0] * score_of(state[1].weights, self._inputs(drawn))
-        return (survival, state[1]), 1.0 - survival > self.max_rejection_prob
-
-    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
-        return token_feedback(state[1].weights, self._inputs(drawn), acceptance_prob)
-
-    def end(self, state: State, outcome: Outcome) -> State:
-        return 1.0, learned_from(state[1], outcome.feedback)
-
-    def _inputs(self, drawn: AfterDraw) -> tuple[Number, Number]:
-        return logit_of(drawn.token_prob), logit_of(drawn.max_prob)
-
 
 PROMPT = [0, 1]
 OTHER = [1, 0, 2, 1]
@@ -148,7 +118,6 @@ POLICIES: dict[str, Policy] = {
         (toy_head("fed", seed=2, scalars=BY_POSITION), toy_head("drawn", seed=3, scalars=BY_POSITION))
     ),
     "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
-    "learned_prob": LearnedProb(0.7),
     "recalling": Recalling(),
     "llama_cpp": policies.LlamaCpp(p_min=0.6),
     "both_heads": BothHeads((toy_head("fed", seed=2), toy_head("drawn", seed=2))),

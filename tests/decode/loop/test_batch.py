@@ -14,7 +14,7 @@ from decode.policies import Entropy, FixedLength, HeadPolicy
 from lm import RandomSampler, Sampling
 from lm import batch as batch_module
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
-from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, LearnedProb, decoder_of, toy_head
+from tests.toys.loop import AUTOS, OTHER, POLICIES, PROMPT, RULE, SAMPLINGS, Recalling, decoder_of, toy_head
 from tests.toys.random_pairs import CONFIGS, random_pair
 
 
@@ -50,7 +50,7 @@ def test_every_policy_and_sampling_drafts_in_a_batch_what_it_drafts_alone(case):
     assert_as_alone(decoder, PROMPTS, LIMITS, batch_size)
 
 
-LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": LearnedProb(0.5)}
+LEARNING = {"head": HeadPolicy(toy_head("drawn", seed=2), 0.5, is_learning=True), "no_head": Recalling()}
 
 
 @pytest.mark.parametrize("policy", LEARNING)

@@ -20,7 +20,7 @@ from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.toys import small_pair
-from tests.toys.loop import POLICIES, LearnedProb, decoder_of, toy_head
+from tests.toys.loop import POLICIES, Recalling, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCK, draft, feature_head
 from tests.toys.traces import traced
 
@@ -79,11 +79,11 @@ def test_a_batch_of_replay_is_the_batch_of_the_loop(policy, size):
     assert replayed.emitted.tolist() == [one.num_emitted for one in played]
 
 
-TOYS = ("never_draft", "ada_edl", "self_verify", "learning_head", "learned_prob")
-OF_BLOCKS = {name: POLICIES[name] for name in ("ada_edl", "self_verify", "learned_prob", "never_draft")}
+TOYS = ("never_draft", "ada_edl", "self_verify", "learning_head", "recalling")
+OF_BLOCKS = {name: POLICIES[name] for name in ("ada_edl", "self_verify", "recalling", "never_draft")}
 OF_BLOCKS |= {"fixed_length": FixedLength(3), "confidence": DSparkConfidence(0.4), "head": HeadPolicy(HEAD, 0.5)}
 OF_BLOCKS["product"] = DSparkConfidence(0.2, is_product=True)
-LEARNING = LearnedProb(0.5), HeadPolicy(ScoreHead("perfect", "drawn"), 0.5, is_learning=True)
+LEARNING = Recalling(), HeadPolicy(ScoreHead("perfect", "drawn"), 0.5, is_learning=True)
 """They read numbers of recorded models."""
 INDEPENDENT = [("toys", POLICIES[name], size) for name in TOYS for size in (1, 7)]
 INDEPENDENT += [("blocks", policy, size) for policy in OF_BLOCKS.values() for size in (1, 6)]
