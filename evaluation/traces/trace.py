@@ -282,7 +282,8 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
 
 
 def _inputs_at(inputs: Callable[[], InputTensors], drafts: Int[Tensor, " drafts"]) -> InputTensors:
-    return (tensors := inputs())._replace(hidden=tensors.hidden[drafts])
+    tensors = inputs()
+    return tensors._replace(hidden=tensors.hidden[drafts])
 
 
 def _joined(inputs: Sequence[Callable[[], InputTensors]], ends: Sequence[int]) -> InputTensors:
