@@ -1,7 +1,6 @@
 """The rule of a batch in a running engine (law 4.13): as fast as it can be, by times that it measures."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -35,21 +34,15 @@ def row_of(name: str, policy: Policy, verified: Sequence[int] = (), num_accepted
     return RequestRow(name, policy, verified, num_accepted, LONGEST, frozenset())
 
 
-@dataclass
 class Engine:
     """Rows that never end, each step of which takes the time that it is told to."""
 
-    draft: Times
-    target: Times
-    now: float = 0.0
-    tokens: int = 0
-    lengths: dict[str, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.random = np.random.default_rng(0)
-        self.controller = MeasuredController(lambda: self.now)
-        self.lanes = Lanes(self.controller)
+    def __init__(self, draft: Times, target: Times) -> None:
+        self.draft, self.target, self.now, self.tokens = draft, target, 0.0, 0
+        self.lengths: dict[str, list[int]] = {}
         self.verified: dict[str, tuple[list[int], int]] = {}
+        self.random, self.controller = np.random.default_rng(0), MeasuredController(lambda: self.now)
+        self.lanes = Lanes(self.controller)
 
     def run(self, policies: list[Policy], num_rounds: int) -> float:
         """Tokens per second."""

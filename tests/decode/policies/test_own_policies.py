@@ -1,6 +1,7 @@
 """A policy written module:Class is found, made and refused with a reason; docs/extending.md's keeps the output law."""
 
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -37,11 +38,9 @@ def directory(tmp_path, monkeypatch):
     for name in ("lm", "heads", "decode"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user has this')\n")
     monkeypatch.chdir(tmp_path)
-    before, path = dict(POLICIES), list(sys.path)
-    yield tmp_path
-    POLICIES.clear()
-    POLICIES.update(before)
-    sys.path[:] = path
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with patch.dict(POLICIES):
+        yield tmp_path
     for name in ("policies_of_mine", "broken_policies"):
         sys.modules.pop(name, None)
 
