@@ -207,6 +207,9 @@ class Worker:
         if self.source is None:
             path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
             answers, columns = stages.answers_in(path), safetensors.torch.load_file(path)
+            if stage == "target" and (missing := [name for name in self.data.feature_sets if name not in columns]):
+                problem = f"{path} has no hidden states {', '.join(missing)}: an older version made it"
+                raise ValueError(f"{problem}; delete {path.parent} and run `acceptance-heads data` again")
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":

@@ -118,6 +118,29 @@ def test_the_stages_of_the_servers_recipe_are_all_there_are_and_in_order():
 TINY = ROOT / "checkpoints" / "tiny"
 OF_TARGET = {"acceptance_prob", "log_p", "acceptance_rate", "cross_entropy", "target_prob"}
 """Columns that the target's forwards decide."""
+LOGITS = """
+import torch
+from configs.schema import ModelSource
+from lm import load_model
+from lm.forwards import hidden_states, logits_of
+rows = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15]]
+def numbers(**settings):
+    model = load_model(ModelSource(path=PATH, dtype="float32", **settings))
+    states = hidden_states(model, rows, [0, 0])
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return states, logits_of(model, states, 1000), sum(p.numel() for p in held)
+sliced, whole = numbers(tp_plan="auto"), numbers()
+assert 2 * sliced[2] < 1.5 * whole[2], (sliced[2], whole[2])
+for ours, theirs in zip(sliced[:2], whole[:2]):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_a_sliced_model_gives_the_logits_of_the_whole_one(tmp_path: Path):
+    script = tmp_path / "logits.py"
+    script.write_text(f"PATH = {str(TINY / 'target')!r}\n{LOGITS}")
+    on_two(script)
 
 
 def yaml_of(config: Config, folder: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 
 from configs.schema import Config, ModelSource
 from data_gen.labels.labeller import Labeller
+from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
 from data_gen.pipeline.worker import Worker
@@ -214,10 +215,10 @@ def test_a_file_that_holds_something_else_stays_as_it_is(made, tmp_path):
 def test_what_the_stage_respond_left_is_written_as_it_is_once_the_rows_are_there(toy_config, tmp_path):
     config = with_data(toy_config, mode="sequential")
     files = []
-    for stages in ("respond", "all"):
-        make(config, stages=stages)
-        responses(config, out=str(tmp_path / f"{stages}.jsonl"))
-        files.append(Path(tmp_path, f"{stages}.jsonl").read_bytes())
+    for stage in ("respond", "all"):
+        make(config, stages=stage)
+        responses(config, out=str(tmp_path / f"{stage}.jsonl"))
+        files.append(Path(tmp_path, f"{stage}.jsonl").read_bytes())
     assert files[0] == files[1] != b""
 
 
@@ -289,6 +290,16 @@ def test_stage_by_stage_gives_the_bytes_of_one_run_and_no_stage_is_made_twice(st
     assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
     assert not Path(staged.data.dir, "stages").exists()
     assert files_of(staged.data.dir) == files_of(apart_run)
+
+
+def test_hidden_states_that_an_older_version_kept_elsewhere_are_asked_for_again(staged, monkeypatch):
+    save = stages.save
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "save", lambda *parts: save(*parts[:3], {}, parts[4]))
+        make(staged, stages="respond")
+        make(staged, stages="draft")
+    with pytest.raises(ValueError, match=r"no hidden states fed, drawn: an older version made it; delete .*draft"):
+        make(staged, stages="target")
 
 
 def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch):
