@@ -241,6 +241,5 @@ def _figures(draft: Draft, path: Path, settings: Distillation) -> dict[str, list
     """Mean divergence and acceptance_rate by depth."""
     batches = _batches([path], settings, [0])
     by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in batches), strict=True)
-    means = (torch.stack(rows).double().mean(0).tolist() for rows in by_batch)
-    named = zip(("divergences", "acceptance_rates"), means, strict=True)
-    return {name: [round(value, 4) for value in values] for name, values in named}
+    means = ([round(mean, 4) for mean in torch.stack(rows).double().mean(0).tolist()] for rows in by_batch)
+    return dict(zip(("divergences", "acceptance_rates"), means, strict=True))

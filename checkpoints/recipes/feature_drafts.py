@@ -206,12 +206,8 @@ def new_dspark(target: PreTrainedModel, recipe: DSparkRecipe) -> DSpark:
     num_layers = of_target.num_hidden_layers
     values: dict[str, Any] = {name: getattr(of_target, name) for name in names}
     values |= {name: getattr(recipe, name) for name in ("block_size", "num_anchors", "markov_rank")}
-    config = Qwen3Config(
-        **values,
-        num_hidden_layers=recipe.num_layers,
-        rope_parameters=dict(of_target.rope_parameters),
-        tie_word_embeddings=False,
-    )
+    values |= {"num_hidden_layers": recipe.num_layers, "rope_parameters": dict(of_target.rope_parameters)}
+    config = Qwen3Config(**values, tie_word_embeddings=False)
     config.markov_head_type, config.mask_token_id = "vanilla", of_target.pad_token_id  # no text has this token
     config.target_layer_ids, config.num_target_layers = [1, num_layers // 2 - 1, num_layers - 2], num_layers
     config.enable_confidence_head = config.confidence_head_with_markov = True

@@ -20,15 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from checkpoints.recipes.distillation import (
-    Distillation,
-    Draft,
-    Reading,
-    distil,
-    read_responses,
-    read_target,
-    without_leakage,
-)
+from checkpoints.recipes import distillation
+from checkpoints.recipes.distillation import Distillation, Draft, Reading
 from checkpoints.recipes.feature_drafts import layer_config, save_draft, unrolled
 from configs.paths import local_path
 from configs.schema import ModelSource
@@ -95,15 +88,15 @@ def small(
 def _train(target: str, responses: str, out: str, new_draft: Callable[..., Draft], settings: Distillation) -> None:
     """Read the target, train a draft on that, and write it with its figures."""
     directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
-    every_text = read_responses(Path(local_path(responses, "--responses")))
-    texts = without_leakage(every_text)
+    every_text = distillation.read_responses(Path(local_path(responses, "--responses")))
+    texts = distillation.without_leakage(every_text)
     if num_dropped := len(every_text) - len(texts):
         print(f"dropped {num_dropped} of {len(every_text)} responses, which share a prompt with held-out responses")
     readings, work = (directory.with_name(f"{directory.name}-{name}") for name in ("readings", "work"))
-    paths = read_target(model, texts, readings, layer_ids=layers_of(model))
+    paths = distillation.read_target(model, texts, readings, layer_ids=layers_of(model))
     torch.manual_seed(settings.seed)
     draft = new_draft(model.float().requires_grad_(False), paths)
-    figures = distil(draft, paths, work / "checkpoint.pt", settings)
+    figures = distillation.distil(draft, paths, work / "checkpoint.pt", settings)
     draft.save(directory)
     write_atomic(directory / "figures.json", json.dumps(figures, indent=1).encode())
     rates = ", ".join(f"{rate:.3f}" for rate in figures["acceptance_rates"])

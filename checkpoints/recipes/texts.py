@@ -91,9 +91,8 @@ def story_batches(
         rng.shuffle(order)
         for start in range(0, len(order) - chunk_size + 1, chunk_size):
             chunk = sorted((rows[row] for row in order[start : start + chunk_size]), key=lambda row: len(row[0]))
-            batches = [
-                padded(chunk[at : at + batch_size], tokenizer.pad_token_id) for at in range(0, chunk_size, batch_size)
-            ]
+            parts = (chunk[at : at + batch_size] for at in range(0, chunk_size, batch_size))
+            batches = [padded(part, tokenizer.pad_token_id) for part in parts]
             rng.shuffle(batches)
             yield from (batch._replace(number=next(numbers)) for batch in batches)
 

@@ -93,14 +93,26 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
     directory = local_path(out_dir, "--dir")
     _refuse_present(directory, TRIO, overwrite=overwrite)
     torch.set_num_threads(recipe.num_threads)
-    models, tokenizer = _train_trio(seed, recipe)
+    torch.manual_seed(seed)
+    train_stories = texts.new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
+    tokenizer = texts.train_tokenizer(train_stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
+    batches = texts.story_batches(train_stories, tokenizer, batch_size=recipe.batch_size, seed=seed)
+    models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
+    target, *drafts = models.values()
+    num_steps, rate = recipe.target_steps, recipe.learning_rate
+    pupils = [Pupil(target, partial(text_loss, target))]
+    fit(pupils, batches, title="train target", num_steps=num_steps, learning_rate=rate)
+    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
+    pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
+    readings, num_steps = map(partial(TargetReading.of, target), batches), recipe.distil_steps
+    fit(pupils, readings, title="distil draft and micro", num_steps=num_steps, learning_rate=rate)
     for name, model in models.items():
         with atomic_directory(directory / name) as folder:
             model.bfloat16().save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    target, held_out = models["target"].float(), texts.held_out(tokenizer, recipe.batch_size, seed)
+    held_out = texts.held_out(tokenizer, recipe.batch_size, seed)
     for name in TRIO[1:]:
-        rates = texts.acceptance_rates(partial(log_q, models[name].float()), target, held_out)
+        rates = texts.acceptance_rates(partial(log_q, models[name].float()), target.float(), held_out)
         print(f"{name}: acceptance rate {rates.mean():.3f}, standard deviation over positions {rates.std():.3f}")
 
 
@@ -148,23 +160,6 @@ def _refuse_present(directory: Path, names: Sequence[str], *, overwrite: bool) -
     for path in present:
         if others := {file.name for file in path.iterdir()} - _FILES if path.is_dir() else {path.name}:
             raise ValueError(f"{path} holds {min(others)}, which overwriting would delete; choose another directory")
-
-
-def _train_trio(seed: int, recipe: Recipe) -> tuple[dict[str, LlamaForCausalLM], PreTrainedTokenizerBase]:
-    torch.manual_seed(seed)
-    train_stories = texts.new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
-    tokenizer = texts.train_tokenizer(train_stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
-    batches = texts.story_batches(train_stories, tokenizer, batch_size=recipe.batch_size, seed=seed)
-    models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
-    target, *drafts = models.values()
-    num_steps, rate = recipe.target_steps, recipe.learning_rate
-    pupils = [Pupil(target, partial(text_loss, target))]
-    fit(pupils, batches, title="train target", num_steps=num_steps, learning_rate=rate)
-    target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
-    pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
-    readings, num_steps = map(partial(TargetReading.of, target), batches), recipe.distil_steps
-    fit(pupils, readings, title="distil draft and micro", num_steps=num_steps, learning_rate=rate)
-    return models, tokenizer
 
 
 def text_loss(model: LlamaForCausalLM, batch: StoryBatch) -> Float[Tensor, ""]:

@@ -54,12 +54,8 @@ def observe(
     acceptance_prob: Float[Tensor, "#lead tokens"],
     weight: Float[Tensor, "#lead tokens"] | None = None,
 ) -> Histogram:
-    """The histogram of some tokens.
-
-    Args:
-        logit: z, one row per head (or per head and position).
-        acceptance_prob: soft labels P in [0, 1]; one row per head, or one for all.
-        weight: weights w, likewise; None: 1.
+    """The histogram of logits z, one row per head (or head and position), with soft labels P in [0, 1] and weights w
+    (None: 1), of which there is one row per head, or one for all.
     """
     z, p = logit.double(), acceptance_prob.double().expand_as(logit)
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)

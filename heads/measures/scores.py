@@ -118,10 +118,7 @@ def sequential_temperatures(
 ) -> dict[str, list[float]]:
     """Temperatures of confidences, position after position, each with the smallest ECE of the predicted survival: the
     product of the confidences so far (SGLang 0.5.23, `dspark_sts_fit`, whose 41 temperatures from 0.1 to 10 these are).
-
-    Args:
-        logits: confidences of whole blocks.
-        survival: probability that all tokens up to each are accepted.
+    `logits` are confidences of whole blocks, `survival` the probabilities that all tokens up to each are accepted.
     """
     grid = torch.logspace(-1, 1, 41, dtype=torch.float64)
     fitted: dict[str, list[float]] = {"temperatures": [], "ece_before": [], "ece_after": []}
@@ -132,9 +129,8 @@ def sequential_temperatures(
         errors = measures(observe(predicted - torch.log(-torch.expm1(predicted)), label[None])).ece
         best = int(errors[1:].argmin())
         after = candidates[best]
-        values = (float(grid[best]), float(errors[0]), float(errors[1 + best]))
-        for column, value in zip(fitted.values(), values, strict=True):
-            column.append(value)
+        for column, value in zip(fitted.values(), (grid[best], errors[0], errors[1 + best]), strict=True):
+            column.append(float(value))
     return fitted
 
 

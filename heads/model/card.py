@@ -22,10 +22,9 @@ def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
 
 def description(config: dict[str, Any], *, num_parameters: int) -> str:
     """The card's sections for a terminal: summary, metrics, threshold, training data."""
+    none_yet = "## Recommended threshold\n\nnone yet; run `acceptance-heads tune` to choose one"
     sections = _sections(config, num_parameters)
-    sections["threshold"] = sections["threshold"] or (
-        "## Recommended threshold\n\nnone yet; run `acceptance-heads tune` to choose one"
-    )
+    sections["threshold"] = sections["threshold"] or none_yet
     return "\n\n".join(sections[name] for name in ("summary", "measured", "threshold", "trained_on") if sections[name])
 
 

@@ -122,10 +122,7 @@ class HostHead:
     """
 
     def __init__(self, head: StepwiseHead, *, names: Sequence[str] | None = None) -> None:
-        """Args:
-        head: on the CPU.
-        names: names of the numbers that `score` gets, the head's scalars among them; None: only the head's scalars.
-        """
+        """`head` is on the CPU; `names` are those of the numbers that `score` gets; None: the head's scalars alone."""
         self._head, scalars = head, head.inputs.scalars
         self._columns_read = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
         self._dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
@@ -143,12 +140,8 @@ class HostHead:
         self._table = None if head.table is None else self._as_arrays(head.table)
 
     def score(self, hidden: np.ndarray, numbers: Sequence[float] = (), token_id: int | None = None) -> float:
-        """The logit f.
-
-        Args:
-            hidden: the draft's final hidden state at the head's timing.
-            numbers: values of `names`, in their order.
-            token_id: the token that is scored; only if the head reads its embedding.
+        """The logit f, from the draft's final hidden state at the head's timing, the values of `names`, and, only if
+        the head reads its embedding, the token.
         """
         values = self._values
         row, logit = self._of_token(token_id) if self._head.inputs.embedding else (self._mix_bias, 0.0)

@@ -54,8 +54,7 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (its name), hidden_size, scalar_stats {feature set: [means, standard deviations]}, provenance
-            (fields that all heads share).
+        facts: run (name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what heads share).
         draft: computes online features with the frozen draft.
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         """

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
@@ -71,45 +72,35 @@ def test_a_full_disk_at_the_start_leaves_the_run_as_it_was(copied, directory, mo
     assert directory.prepare(copied, resume=True)[1]
 
 
-def test_a_resume_from_another_config_is_refused_and_names_the_setting(copied: Config, directory):
-    pair, trainer = copied.pair, copied.trainer
-    for message, config in (
-        (r"heads\.learning_rate = 0\.01, but this config has 0\.5", changed(copied, learning_rate=0.5)),
-        (r"trainer\.max_epochs = 2, but this config has 9", replace(copied, trainer=trainer | {"max_epochs": 9})),
-        (r"trainer\.max_steps = -1, but this config has 9", replace(copied, trainer=trainer | {"max_steps": 9})),
-    ):
-        with pytest.raises(ValueError, match=message):
-            directory.prepare(config, resume=True)
-    allowed = replace(changed(copied, checkpoint_every_n_steps=7), pair=replace(pair, num_threads=3))
-    assert directory.prepare(allowed, resume=True)[1] == str(directory.checkpoint)
-    assert directory.prepare(changed(copied, learning_rate=0.5), resume=False)[1] is None
-
-
-def test_a_run_resumes_on_other_versions_processes_and_paths_where_nothing_depends_on_them(copied, directory, tmp_path):
-    """A setting that is new or was removed; dropout depends on the number of processes; data may move, not change."""
+def test_a_run_resumes_where_nothing_depends_on_what_differs_and_else_the_setting_is_named(copied, directory, tmp_path):
+    """A setting may be new or removed, and data may move, not change; dropout depends on the number of processes."""
+    written, trainer, threads = directory.read(), copied.trainer, replace(copied.pair, num_threads=3)
+    heads = written["config"]["heads"]
+    other_version = {name: value for name, value in heads.items() if name != "dropout"} | {"removed": 3}
     data = Path(shutil.copytree(copied.data.dir, tmp_path / "moved"))
     moved = replace(copied, data=replace(copied.data, dir=str(data)))
-    assert directory.prepare(moved, resume=True)[1] is not None
+    for message, config, old_heads, old_processes in (
+        (r"heads\.learning_rate = 0\.01, but this config has 0\.5", changed(copied, learning_rate=0.5), heads, 1),
+        (r"epochs = 2, but this config has 9", replace(copied, trainer=trainer | {"max_epochs": 9}), heads, 1),
+        (r"max_steps = -1, but this config has 9", replace(copied, trainer=trainer | {"max_steps": 9}), heads, 1),
+        (r"heads\.dropout = 0\.0, but this config has 0\.5", changed(copied, dropout=0.5), other_version, 1),
+        (r"8 processes, but this one has 1, and .* 0.1 ", changed(copied, dropout=0.1), heads | {"dropout": 0.1}, 8),
+        (None, copied, other_version, 1),
+        (None, replace(copied, trainer=trainer | {"devices": 8, "num_nodes": 1}), heads, 8),
+        (None, replace(changed(copied, checkpoint_every_n_steps=7), pair=threads), heads, 1),
+        (None, moved, heads, 1),
+    ):
+        old = written | {"config": written["config"] | {"heads": old_heads}, "processes": old_processes}
+        (directory.path / "run.json").write_text(json.dumps(old))
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            assert directory.prepare(config, resume=True) == (written["run"], str(directory.checkpoint))
+    assert directory.read()["processes"] == 1
+    assert directory.prepare(changed(copied, learning_rate=0.5), resume=False)[1] is None
     manifest = json.loads((data / "manifest.json").read_text())
     (data / "manifest.json").write_text(json.dumps(manifest | {"generator": "another"}))
+    (directory.path / "run.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match="trained on other data"):
         directory.prepare(moved, resume=True)
-    written = directory.read()
-    del written["config"]["heads"]["dropout"]
-    written["config"]["heads"]["removed"] = 3
-    (directory.path / "run.json").write_text(json.dumps(written))
-    assert directory.prepare(copied, resume=True) == (written["run"], str(directory.checkpoint))
-    (directory.path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"heads\.dropout = 0\.0, but this config has 0\.5"):
-        directory.prepare(changed(copied, dropout=0.5), resume=True)
-    eight = replace(copied, trainer=copied.trainer | {"devices": 8, "num_nodes": 1})
-    assert directory.prepare(eight, resume=True, processes=8)[1]
-    written = directory.read()
-    assert written["processes"] == 8
-    written["config"]["heads"]["dropout"] = 0.1
-    (directory.path / "run.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=r"a run of 8 processes, but this one has 1, and heads.dropout 0.1 "):
-        directory.prepare(changed(copied, dropout=0.1), resume=True)
 
 
 def test_ctrl_c_reaches_the_command_line_and_a_second_run_in_a_directory_is_refused(data_dir, tmp_path, monkeypatch):
