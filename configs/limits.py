@@ -61,9 +61,9 @@ _NAMES = {
 }
 LIMITS = {name: limit for limit, names in _NAMES.items() for name in names.split()}
 """Dotted name -> the limit of its number, or of each number of its list. null passes where the schema allows it."""
-_LOCAL_PATHS = "data.dir data.split_ids data.responses heads.dir decode.dir"
-_PATHS_OR_HUB_IDS = "data.prompts decode.datasets decode.heads"
-"""Besides those of `pair`, which are checked when it is made."""
+_PATHS = dict.fromkeys(("data.dir", "data.split_ids", "data.responses", "heads.dir", "decode.dir"), False)
+_PATHS |= dict.fromkeys(("data.prompts", "decode.datasets", "decode.heads"), True)
+"""Name -> whether it may also be a hub id; those of `pair` are checked when it is made."""
 
 
 def refuse_null(schema: Any, section: Any, name: str) -> None:
@@ -87,10 +87,9 @@ def check_limits(config: Config) -> None:
         for number in _leaves(values, name.split(".")):
             if not isinstance(number, str) and not limit.admits(number):
                 raise ValueError(f"{name} is {number}; it must be a number, {limit}")
-    for names, may_be_on_hub in ((_LOCAL_PATHS, False), (_PATHS_OR_HUB_IDS, True)):
-        for name in names.split():
-            for path in _leaves(values, name.split(".")):
-                check_local(path, name, may_be_on_hub=may_be_on_hub)
+    for name, may_be_on_hub in _PATHS.items():
+        for path in _leaves(values, name.split(".")):
+            check_local(path, name, may_be_on_hub=may_be_on_hub)
     urls = config.data.server.urls
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")

@@ -140,7 +140,7 @@ class Eagle3Draft:
 
     @torch.no_grad()
     def _initialise_as(self, last: Any, width: int) -> None:
-        """Copy a layer of the target; its other inputs than the highest feature have small random weights."""
+        """Copy a layer of the target, which reads the highest feature unchanged; other weights are small and random."""
         layer: Any = self._draft.layers[0]
         for module, source in (
             (layer.mlp, last.mlp),

@@ -96,7 +96,7 @@ class FeatureShard:
     mixes: int = 1
     """Token mixings per response."""
     draft_starts: tuple[int, int] | None = None
-    """Response index of a feature draft's first draft, distance to the next (else 0, 1); None: without `POSITION`."""
+    """(response index of a feature draft's first draft, distance to the next), else (0, 1); None: no `POSITION`."""
     texts: Path | None = None
     """The file of prompts and responses, for the draft to read."""
 

@@ -59,7 +59,7 @@ def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor |
 def reliability(
     histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0
 ) -> dict[str, Float[Tensor, "*lead ece"]]:
-    """share of the weight (0: empty), mean prediction and mean label of each of 15 equal bins of the prediction."""
+    """share (of the weight), predicted and true (mean label) of each of 15 equal bins of the prediction; 0 if empty."""
     prob = _affine(histogram, slope, offset).sigmoid()
     index = (prob * NUM_ECE_BINS).long().clamp(max=NUM_ECE_BINS - 1)
     zeros = torch.zeros(*prob.shape[:-1], NUM_ECE_BINS, dtype=prob.dtype, device=prob.device)

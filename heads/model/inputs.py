@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
         return self._asdict() | {"scalars": named.get(self.scalars, list(self.scalars))}
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:
-        """Hidden states or embeddings, scaled to mean 0 and variance 1 if the head normalises them."""
+        """Hidden states or embeddings; if the head normalises them, after a LayerNorm without weights."""
         return functional.layer_norm(states, states.shape[-1:], eps=EPSILON) if self.is_normalised else states
 
     def among(

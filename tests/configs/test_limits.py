@@ -73,10 +73,8 @@ def test_every_number_of_the_schema_has_a_limit_that_refuses_what_no_setting_tak
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
-        ("heads.batch_size", 0, "heads.batch_size is 0; it must be a number, at least 1"),
         ("heads.depths", (0, -1), "heads.depths is -1"),
         ("data.mixing_ratio", 1.5, "data.mixing_ratio is 1.5; it must be a number, at least 0 and at most 1"),
-        ("trainer.accumulate_grad_batches", 0, "trainer.accumulate_grad_batches is 0"),
         ("trainer.limit_test_batches", 0, "trainer.limit_test_batches is 0; it must be a number, greater than 0"),
         ("trainer.max_epochs", 0, "trainer.max_epochs is 0"),
         ("data.server.url", "localhost:8000", "it must begin with http"),
