@@ -72,9 +72,8 @@ class GuardFreeGraph:
         self._kernels: Callable[..., Sequence[Tensor]] | None = None
         self._inputs: tuple[Any, ...] = ()
         self._outputs: Sequence[Any] = ()
-        self._result_indices: list[
-            int
-        ] = []  # of the function's results in the outputs of the graph, which may have more
+        # of the function's results among the outputs of the graph, which may have more
+        self._result_indices: list[int] = []
         assert isinstance(function, FunctionType)
         # a copy of the code object, because torch.compile caches by code object and counts recompilations by it
         code = function.__code__.replace()
