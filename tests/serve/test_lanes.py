@@ -9,6 +9,7 @@ from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.loop.signals import BatchSignals
 from decode.policies import AdaEDL, AfterDraw, FixedLength, Heuristic, Policy, SelfVerify
 from decode.policies.auto import Auto
+from decode.policies.base import Number, State, mapped
 from decode.policies.batch import BatchAuto, batched
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
@@ -40,12 +41,14 @@ class Recorded(ModelDrafter):
 
     def start(self, session):
         self.rounds: list[list[tuple[list[int], int, AfterDraw]]] = []
+        self.states: list[State] = []
         super().start(session)
 
     def begin(self, committed, max_tokens):
         self.rounds.append([])
-        self.text = list(committed)
-        return super().begin(committed, max_tokens)
+        self.text, limit = list(committed), super().begin(committed, max_tokens)
+        self.states.append(self.run.state)
+        return limit
 
     def take(self, token, drawn, q):
         self.rounds[-1].append(([*self.text, *self.proposal.tokens], token, drawn))
@@ -62,7 +65,8 @@ class Request:
         drafter = Recorded(model(2), policy)
         decoder = SpeculativeDecoder(model(1, 2), drafter, sampling=sampling, max_draft_length=LENGTH)
         played = decoder.generate(PROMPTS[place], LIMIT, generator=seeded(place)).rounds
-        self.id, self.policy, self.rounds = str(place), policy, list(zip(drafter.rounds, played, strict=True))
+        self.id, self.policy = str(place), policy
+        self.rounds = list(zip(drafter.rounds, played, drafter.states, strict=True))
         self.lengths: set[int] = set()
 
     def begin(self) -> RequestRow:
@@ -77,7 +81,7 @@ class Request:
 
     def end(self, tokens: list[int]) -> bool:
         """End a verified round; True if the request has ended."""
-        _, played = self.rounds.pop(0)
+        _, played, _ = self.rounds.pop(0)
         is_ruled = isinstance(self.policy, BatchAuto)  # which alone never stops
         assert tokens == list(played.drafted[: len(tokens) if is_ruled else None]), self.policy
         self.verified = tokens, min(played.num_accepted, len(tokens))
@@ -86,9 +90,14 @@ class Request:
         return not self.rounds
 
 
+def assert_close(ours: Number, theirs: Number) -> None:
+    assert float(ours) == pytest.approx(float(theirs), abs=1e-3)
+
+
 @torch.inference_mode()
 def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()) -> int:
-    """Serve requests in a continuous batch that drafts in lockstep: each drafts and sees what it does alone.
+    """Serve requests in a continuous batch that drafts in lockstep: each drafts, sees and learns what it does
+    alone.
 
     `waits`: rounds whose draft is not verified: the request loses its row, and comes back later. Returns the largest
     number of requests that were remembered.
@@ -100,6 +109,9 @@ def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()
         batch, waiting = batch + waiting[:num_free], waiting[num_free:]
         alive = {request.id for request in batch} | {request.id for request in waiting if request.num_begun}
         goes_on, position = lanes.begin([request.begin() for request in batch], alive), 0
+        for lane, request in zip(lanes._rows, batch, strict=True):
+            if lane.run.is_going:
+                mapped(assert_close, lane.run.state, request.rounds[0][2])
         while goes_on:
             texts, ids, expected = zip(*(request.step(position) for request in batch), strict=True)
             outputs = [model(2)(torch.tensor([text]), output_hidden_states=True) for text in texts]
