@@ -1,5 +1,6 @@
 """A run that is interrupted, killed or continued by other processes ends in the heads of an uninterrupted one."""
 
+import csv
 import hashlib
 import json
 import os
@@ -144,6 +145,12 @@ def test_wherever_it_is_killed_a_run_ends_in_the_very_heads(data_dir: Path, tmp_
         torch.testing.assert_close(resumed, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def check_close(run_dir: Path, whole_dir: Path) -> None:
+    weights, expected = (saved(directory)["state_dict"] for directory in (run_dir, whole_dir))
+    for name in (name for name in expected if name.startswith("stacks")):
+        torch.testing.assert_close(weights[name], expected[name], atol=2e-4, rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("resumed", [2, 1])
 def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(data_dir, tmp_path, resumed):
@@ -162,13 +169,39 @@ def test_two_processes_of_which_one_was_killed_resume_and_take_the_steps_of_one(
     assert not (tmp_path / "two" / "val_metrics.json").exists()
     two = replace(two, trainer=two.trainer | {"devices": resumed})
     subprocess.run(command(two, tmp_path), cwd=ROOT, check=True, capture_output=True, env=environment())
-    of_one, of_two = saved(tmp_path / "one"), saved(tmp_path / "two")
-    assert all(of_one[key] == of_two[key] for key in ("global_step", "epoch", "lr_schedulers"))
-    for name in (name for name in of_one["state_dict"] if name.startswith("stacks")):
-        torch.testing.assert_close(of_two["state_dict"][name], of_one["state_dict"][name], atol=2e-4, rtol=1e-3)
+    check_close(tmp_path / "two", tmp_path / "one")
     metrics = [json.loads((tmp_path / name / "val_metrics.json").read_text())["results"] for name in ("one", "two")]
     for split in ("dev", "train", "test"):
         for timing, labels in metrics[0][split]["labels"].items():
             assert metrics[1][split]["labels"][timing] == pytest.approx(labels, rel=1e-9), "no token is counted twice"
         for name, head in metrics[0][split]["heads"].items():
             assert metrics[1][split]["heads"][name]["calibrated_kl"] == pytest.approx(head["calibrated_kl"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_in_two_and_ends_in_the_steps_of_one(data_dir: Path, tmp_path: Path):
+    """gloo; stopped after five of 24 batches. Losses that are logged are those of whole batches."""
+    trainer = {"max_epochs": 3, "logger": True, "log_every_n_steps": 1}
+    whole, broken = (
+        make_config(data_dir, tmp_path / name, trainer=trainer, learning_rate=1e-3) for name in ("whole", "broken")
+    )
+    train(whole)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(replace(broken, trainer=broken.trainer | {"callbacks": [StopAfter(5)]}))
+    assert saved(tmp_path / "broken")["global_step"] == 5
+    two = command(replace(broken, trainer=broken.trainer | {"devices": 2}), tmp_path)
+    output = subprocess.run(two, cwd=ROOT, check=True, capture_output=True, text=True, env=environment())
+    assert "training for 24 steps, 8 responses per batch, 4 on each of 2 processes" in output.stderr
+    expected, resumed = saved(tmp_path / "whole"), saved(tmp_path / "broken")
+    assert (resumed["global_step"], resumed["epoch"]) == (expected["global_step"], expected["epoch"]) == (24, 2)
+    assert resumed["lr_schedulers"] == expected["lr_schedulers"]
+    check_close(tmp_path / "broken", tmp_path / "whole")
+    of_one, of_two = (losses(tmp_path / name / "logs" / "csv") for name in ("whole", "broken"))
+    assert list(of_one) == list(range(24))
+    assert sorted(of_two) == [step for step in of_one if step != 4], "the Ctrl-C came before that was logged"
+    assert of_two == pytest.approx({step: of_one[step] for step in of_two}, rel=1e-3)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [row for path in folder.glob("*/metrics.csv") for row in csv.DictReader(path.open())]
+    return {int(row["step"]): float(row["train/loss"]) for row in rows if row["train/loss"]}
