@@ -1,21 +1,16 @@
 """Law 4.12: a drafter whose proposals a second model has already verified, so that drafters can be nested.
 
-One draft is a sequence of inner rounds, each of them law 4.2 one level down: the inner drafter proposes y_1 ... y_k
-with their distributions q', `model` gives its distributions q in one forward, y_i passes with probability min(1,
-q(y_i) / q'(y_i)), the first that fails is replaced by a draw from norm(max(0, q - q')), and after full acceptance
-q_{k+1} yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that token is always drawn:
-plain drafting by `model`.
+One draft is a sequence of inner rounds, each of them law 4.2 one level down: `model` verifies what the inner drafter
+proposes, and full acceptance yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that
+token is always drawn: plain drafting by `model`.
 
-It is lossless: a token that leaves an inner round has the distribution q of `model` (law 4.2), so the outer
-verification sees an ordinary draft; by induction this holds at any depth. The stops are legal (law 4.3): the policy of
-this level sees the signals of `model` at each emitted position, before the token, or after it, and then the token is
-kept. Tokens after a stop are dropped unseen. The length of the inner acceptance affects only later stops.
+A token that leaves an inner round has the distribution q of `model`, so the outer verification sees an ordinary draft.
+The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position. Tokens
+after a stop are dropped unseen.
 
 HSDDW, Hierarchical Speculative Decoding with Dynamic Window (Syu & Lee, Findings of NAACL 2025): micro, draft and
-target. Self-verify: a model keeps the token it drew and stops drafting after it when the entropy H of the distribution
-exceeds tau, the running mean of H at the tokens rejected so far in this generation; tau_1 for the micro (rejected by
-the draft), tau_2 for the draft (rejected by the target). Both start at 0, and no level proposes more than `window`
-tokens (K = 10) at a time.
+target. Micro and draft stop by `SelfVerify`, with thresholds tau_1 (entropies of tokens that the draft rejected) and
+tau_2 (of those that the target rejected), and propose at most `window` tokens (K = 10) at a time.
 
     pre-verify                   the micro drafts K tokens, the draft verifies them in one forward and then drafts K
                                  tokens alone (this row and the next: Table 2 and the diagrams of Figure 5)
@@ -44,17 +39,15 @@ c8fed41) are wrong or incomplete; levels can also stop by other policies, among 
   loop's max_draft_length, and at the EOS.
 
 Chen's hierarchical variant (H. Chen, An Exploration of Hierarchical Speculative Decoding, Algorithm 2): m times (n
-tokens of the small model, then one of the medium), then the target verifies all. Every token is verified against the
-distribution that it was drawn from, and a rejected one is replaced from the residual of that same proposal, so by law
-4.2 the output has the target's distribution. As printed, the replacement is drawn from plain p. Then a drafted position
-has the distribution
+tokens of the small model, then one of the medium), then the target verifies all by law 4.2. As printed, a rejected
+token is replaced by a draw from plain p, and a drafted position has the distribution
 
     min(p, q) + (1 - sum_v min(p, q)(v)) p
 
-which is p only if q = p: the paper admits that "the distribution of outputs may differ". A test shows the bias.
-Another departure: the listing keeps the first rejected token x_k and draws the next from p_{k+1}, while Table A.1 and
-Theorem 3.2 count k tokens in all. Here, as they count, k - 1 tokens are accepted, and the replacement is drawn at the
-rejected position. A draft may end inside a block, at EOS or at the length limit.
+which is p only if q = p: the paper admits that "the distribution of outputs may differ". Another departure: the listing
+keeps the first rejected token x_k and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in
+all. Here, as they count, k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may
+end inside a block, at EOS or at the length limit.
 """
 
 from collections.abc import Iterator

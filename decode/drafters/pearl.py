@@ -8,12 +8,11 @@ In one step both run at once: the draft adds gamma tokens to the text, and the t
                   other new ones wait. At the first failure, the tokens before it and its replacement are emitted, all
                   later tokens are dropped, and the next step pre-verifies.
 
-Tests are law 4.2's, with the distribution that each token was drawn from. A step in which all pass has no bonus token,
-since the draft is ahead of the target. Departures from the authors' code (smart-lty/ParallelSpeculativeDecoding at
-5a6f369): every test has its own draw (theirs reseeds the generator, so that the test of a step's first token and the
-first test of the next step share one draw, which changes the distribution of the two tokens); prompts may be short;
-nothing untested is emitted. If no new token can be drafted (EOS, length limit, the draft's context) a step is plain
-verification, with its bonus token if there is room.
+Tests are law 4.2's. A step in which all pass has no bonus token, since the draft is ahead of the target. Departures
+from the authors' code (smart-lty/ParallelSpeculativeDecoding at 5a6f369): every test has its own draw (theirs reseeds
+the generator, so that the test of a step's first token and the first test of the next step share one draw, which
+changes the distribution of the two tokens); prompts may be short; nothing untested is emitted. If no new token can be
+drafted (EOS, length limit, the draft's context) a step is plain verification, with its bonus token if there is room.
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait

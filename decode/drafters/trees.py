@@ -6,12 +6,10 @@ the last; if `stop_before` does, the level is dropped, its forward paid; `limit`
 checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does not say whose entropy
 it reads in a tree; here it is the best path's.
 
-The candidates depend only on the text, so a stop may depend on their values. A tree accepts its candidate x with p(x),
-for which candidate heads are trained; fed-time and drawn-time heads, trained for a chain's min(1, p / q), overestimate
-survival here.
-
-Candidates are numbered as they are made, parents first. Expanded ones are fed to the draft. The candidates to verify
-are selected at the end; since no child is more probable than its parent, they form a tree.
+The candidates depend only on the text, so a stop may depend on their values. They are numbered as they are made,
+parents first, and expanded ones are fed to the draft. Those to verify are selected at the end; since no child is more
+probable than its parent, they form a tree. Candidate heads are for trees (law 4.8b); fed-time and drawn-time heads
+overestimate survival here.
 
 EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
     children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of
@@ -55,7 +53,7 @@ class Dynamic:
         return self.width
 
     def num_children(self, max_prob: float) -> int:
-        """Number of candidates after a node at which the draft's largest probability is `max_prob`."""
+        """Number of candidates after a node where the draft's largest probability is `max_prob`."""
         return self.width
 
 

@@ -84,7 +84,7 @@ def complete(
     Args:
         config: the experiment; `data.template` wraps the prompt.
         prompt: the user's message, or a list of messages.
-        policy: when to stop drafting, as an object or as for `--policy`, also if it is None.
+        policy: when to stop drafting, as an object or as for `--policy`, also if None.
         max_new_tokens: None: decode.max_new_tokens.
 
     Raises:

@@ -79,11 +79,8 @@ class SpeculativeDecoder:
         sequence that has ended.
 
         `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
-        turn, whatever the batch size.
-
-        Raises:
-            ValueError: as `generate`; a drafter of several models, a model whose cache cannot roll back single
-                sequences.
+        turn, whatever the batch size. ValueError as `generate`, and for a drafter of several models or a model whose
+        cache cannot roll back single sequences.
         """
         batch = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
         for _ in batch:
@@ -140,12 +137,9 @@ class SpeculativeDecoder:
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Iterator[Round]:
-        """Rounds, each as soon as it is verified. Only one stream may be open at a time.
-
-        Raises:
-            ValueError: at the first round: no integers, an empty prompt, a text that exceeds the target's context,
-                another open stream; a model that is in use or in train mode, or whose ids do not fit
-                (`decode.loop.session`).
+        """Rounds, each as soon as it is verified. Only one stream may be open at a time. ValueError at the first round:
+        no integers, an empty prompt, a text that exceeds the target's context, or a model that `decode.loop.session`
+        refuses.
         """
         committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
         self._check(len(committed), limit)

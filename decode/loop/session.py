@@ -44,9 +44,7 @@ class Session:
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
         """Take a model, before it is reset; the target first, and every model that `verifies` before those below it.
-
-        Raises:
-            ValueError: the model, by its role, is in use or in train mode, or its ids do not fit.
+        ValueError, by its `role`, for a model that this module refuses.
         """
         self.check(model, role)
         if self._num_emitted:

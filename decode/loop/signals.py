@@ -1,10 +1,7 @@
-"""What a policy sees of one draft step (law 4.3): signals of the distribution and the token (`lm.signals`), and scores.
-
-    fed_logit         head(hidden state after y_{i-1} was fed, scalars of y_{i-1}): known before y_i is drawn; +inf at
-                      the first token
-    prefix_logit      head(hidden state that produced q_i, H(q_i)): known before y_i is drawn, whichever it will be
-    drawn_logit       head(hidden state that produced q_i, scalars of y_i): known once y_i is drawn
-    confidence_logit  output of a DSpark draft's own head, known before y_i is drawn
+"""What a policy sees of one draft step (law 4.3): signals of the distribution and the token (`lm.signals`), and scores
+of heads, `fed_logit`, `prefix_logit` and `drawn_logit`. All of them read the hidden state that produced q_i, which is
+also the one after y_{i-1} was fed, and their scalars: a fed-time head those of y_{i-1}, a drawn-time head those of y_i,
+a prefix head H(q_i) alone.
 
 Only the signals that the policy names are computed. The token is drawn in the same step, so that token and signals
 reach the host together; a policy that stops before the draw sees only the distribution, and its token is discarded.

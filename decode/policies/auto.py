@@ -1,27 +1,22 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem. With lambda the best throughput, each further token costs
-price = lambda * (t_draft + slope of t_target(k)) tokens, and the draft continues while
-
-    S * g(a) >= price
+Maximising tokens per second is a renewal-reward problem, and a further token has the price lambda * (t_draft + slope of
+t_target(k)). The draft continues while S * g(a) >= price, where
 
     S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest
     a   the newest score in S
     g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it:
         max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n], given a and S = 1
 
-A prefix head says a before the token is drawn, when the forward that could draw it is already paid. So it stops there
-only if the token is not worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule
-above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves
-every hardware: `evaluation.tuning.rule` solves for it on a trace. Here it is a line, which first_index replaces where
-a fed-time head has scored nothing yet.
+A prefix head gives a before the draw, when the forward is already paid. So it stops there only if the token is not
+worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule above. Where scores form a
+Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves every hardware:
+`evaluation.tuning.rule` solves for it on a trace. Here it is a line, which first_index replaces where a fed-time head
+has scored nothing yet.
 
-lambda is `throughput`, which `evaluation.tuning.rule` finds on a trace. With `is_online` it is N / T of the
-generation so far, plus 256 tokens at that throughput. If `throughput` is None, it is that of the best fixed length, as
-if every token were accepted with probability `next_mean`. lambda is at least 1 / t_target(0), the target's own.
-
-Draft length 0: a round drafts only if the mean over drafting rounds of (accepted tokens - extra seconds / t_target(0))
-is not negative; otherwise the target alone is faster. Every `probe_every` rounds it drafts in any case.
+lambda is `throughput`; with `is_online` it is N / T of the generation so far, plus 256 tokens at that throughput. It is
+at least 1 / t_target(0), the target's own. A round drafts nothing while `AutoState.profit` is negative, since the
+target alone is then faster; every `probe_every` rounds it drafts in any case.
 """
 
 from __future__ import annotations
@@ -80,7 +75,8 @@ class Auto(ScoringPolicy):
         t_target_s: of a verification without a draft, t_target(0).
         t_verify_s: that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
         t_start_s: that verifying any draft adds, so that t_target(k) is the sum of the three.
-        throughput: lambda in tokens per second; None: estimated from `next_mean`.
+        throughput: lambda in tokens per second, as `evaluation.tuning.rule` finds it on a trace; None: that of the best
+            fixed length, if every token were accepted with probability `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.
         index_offset: g(0).

@@ -1,7 +1,6 @@
 """Law 4.3: what a stopping policy may look at, and when.
 
-A policy ends a draft in one of three ways, and in none of them does the value of a drawn token decide whether that
-token is verified:
+A policy ends a draft in one of three ways:
 
     limit        before the round: a number of tokens, from the past alone; no forward is paid for the others
     stop_before  after the draft's forward and before the draw: distributions and earlier tokens    (B in law 4.3)

@@ -9,9 +9,8 @@ far, those sequences continue that together gain most from one more step:
     the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it
     is not negative
 
-If the curves are lines, r continues iff worth_r >= lambda * slope of t_target, and the batch continues iff those
-sequences pay for its step. A stopped sequence stays stopped until the next round. So the tokens of one sequence decide
-whether another continues to draft, never whether a drawn token is verified: law 4.3 holds.
+A stopped sequence stays stopped until the next round. So the tokens of one sequence decide whether another continues to
+draft, never whether a drawn token is verified: law 4.3 holds.
 """
 
 from __future__ import annotations

@@ -19,18 +19,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class HeadPolicy(ScoringPolicy):
     """Keep the token, stop after it when 1 - (product of predicted acceptance probabilities so far) >
-    max_rejection_prob.
+    max_rejection_prob. A prefix head stops before that token, which is then not drawn (B in law 4.3).
 
-    A prefix head stops before the token whose prediction exceeds the threshold, which is then not drawn (B in law 4.3).
-
-    Attributes:
-        head: of any timing.
+    Attributes, beside those of `ScoringPolicy`:
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
             6. "auto" makes an `Auto` instead of this policy: the rule of law 4.11, with the times that `evaluation
             tune` wrote into the head's config.
-        is_calibrated: use the head's calibrated probabilities instead of raw ones, as "auto" always does.
-        is_learning: refit the calibration during generation (`decode.policies.learning`); None: "auto" does if it can,
-            a fixed threshold, which is for raw probabilities, does not.
+        is_calibrated: "auto" always uses calibrated probabilities.
+        is_learning: None: "auto" does if it can, a fixed threshold, which is for raw probabilities, does not.
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
 
@@ -61,7 +57,7 @@ class HeadPolicy(ScoringPolicy):
 
         Args:
             path_or_hub_id: the directory of the head, or owner/name on the hub.
-            parameters: of this class, instead of what was tuned: max_rejection_prob="auto" for the rule of law 4.11.
+            parameters: of this class, instead of what was tuned, such as max_rejection_prob="auto".
 
         Raises:
             FileNotFoundError: no exported head at this path.

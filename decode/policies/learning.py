@@ -1,7 +1,6 @@
 """Heads that learn during generation (law 4.14): a calibration that each round's verification refits.
 
-A head is miscalibrated on other texts than it was trained on. After verification the acceptance probabilities of the
-drafted tokens are known up to the first rejected one, and a logistic regression on three inputs follows them:
+A logistic regression on three inputs follows the acceptance probabilities that verification reveals:
 
     a = sigmoid(w . x)        x = (1, f, l)        f: the head's calibrated logit
                                                    l: logit of q(y); with a prefix head of max q
@@ -11,8 +10,7 @@ step (Laplace's approximation) over the tokens that it revealed; earlier rounds 
 
     P <- P0 + memory (P - P0) + sum a (1 - a) x x'          w <- w + P^-1 (sum (p - a) x - (1 - memory) P0 (w - w0))
 
-where p = min(1, p(y) / q(y)), a label far less noisy than whether the token was accepted. The output keeps the target's
-distribution, since the weights of a round depend only on earlier rounds.
+where p = min(1, p(y) / q(y)), a label far less noisy than whether the token was accepted.
 """
 
 from math import exp, log

@@ -100,9 +100,8 @@ class MaxProb(Policy):
 class Entropy(Policy):
     """SVIP (arXiv 2411.18462): keep the token, stop after it when sqrt(scale * H(q)) > max_sqrt_entropy.
 
-    sqrt(scale * H) estimates an upper bound on 1 - acceptance_rate (Pinsker with H(q, p) = rho * H(q), scale = (rho -
-    1) / 2 = 0.15 for rho = 1.3). The official code has 0.15 and 0.3 as here; the paper folds the scale into its
-    threshold h.
+    The root estimates an upper bound on 1 - acceptance_rate (`data_gen.stats`). The official code has 0.15 and 0.3 as
+    here, which is rho = 1.3; the paper folds the scale into its threshold h.
     """
 
     max_sqrt_entropy: Number = 0.3
