@@ -14,8 +14,7 @@ from store.lazy import lazily
 
 if TYPE_CHECKING:
     from heads.from_config import train_heads
-    from heads.model.head import AcceptanceHead
-    from heads.model.provenance import Provenance
+    from heads.model.head import AcceptanceHead, Provenance
 else:
     __getattr__ = lazily(__name__, __file__)
 

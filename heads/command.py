@@ -21,9 +21,8 @@ from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
 from heads.model.files import FILES, downloaded
 from heads.model.fits import check_fits
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, Provenance
 from heads.model.official import read_official_head
-from heads.model.provenance import Provenance
 from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from heads.model.card import description
 from heads.model.files import read_safetensors
-from heads.model.head import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import AcceptanceHead, Provenance
 from lm.features.dspark import DSpark
 from lm.sampling import FLOATS
 from store.json_files import read_json

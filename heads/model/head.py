@@ -18,7 +18,7 @@ separate blocks instead of one shared block.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,6 @@ from heads.model.files import (
 )
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
-from heads.model.provenance import Provenance
 from lm.signals import SCALARS
 from store.shards import write_atomic
 
@@ -48,6 +47,42 @@ Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
 _MAX_DEPTH, _MAX_WIDTH = 1000, 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Training data and metrics of one head, JSON values only: the part of config.json beside its architecture."""
+
+    accept_weight: float = 1.0
+    reject_weight: float = 1.0
+    """Loss weights (law 4.7); calibration undoes the shift that they cause."""
+    calibration_temperature: float = 1.0
+    """Fitted on dev; 1: calibration is the shift alone."""
+    mixing_ratio: float | None = None
+    """r of the fed-time features (law 4.6); None: no mixing."""
+    draft: dict[str, Any] = field(default_factory=dict)
+    """path and revision of the model whose hidden states the head reads."""
+    target: dict[str, Any] = field(default_factory=dict)
+    """path and revision of the model whose acceptance it predicts."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """temperature, top_k, top_p of the data; empty: unknown (an imported head)."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Data, recipe and steps, for the model card."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """Measured on dev; train_… on training responses."""
+    recommended: dict[str, Any] = field(default_factory=dict)
+    """A threshold and the times it was chosen for; written by `acceptance-heads tune`."""
+
+    def __post_init__(self) -> None:
+        for name in ("accept_weight", "reject_weight", "calibration_temperature"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value}; use a positive number")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Provenance":
+        """From a config.json; keys that are not fields are ignored."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 @dataclass(frozen=True, order=True)

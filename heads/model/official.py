@@ -17,8 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from heads.model.files import local_directory, read_head_files
-from heads.model.head import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import AcceptanceHead, Provenance
 
 
 def read_official_head(source: str | Path, provenance: Provenance) -> AcceptanceHead:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from heads.grid import HeadSpec
 from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
-from heads.model.head import AcceptanceHead, HeadShape
+from heads.model.head import AcceptanceHead, HeadShape, Provenance
 from heads.model.inputs import STANDARD
-from heads.model.provenance import Provenance
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 
 

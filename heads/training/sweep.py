@@ -22,8 +22,7 @@ from heads.grid import grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe, reach_of
 from heads.measures.scores import auroc, fit_temperature, measures
-from heads.model.head import AcceptanceHead, HeadShape
-from heads.model.provenance import Provenance
+from heads.model.head import AcceptanceHead, HeadShape, Provenance
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
 from heads.training.trainer import num_optimizer_steps, training_plan

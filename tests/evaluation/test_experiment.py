@@ -11,7 +11,7 @@ import pytest
 from data_gen.prompts.sets import load_prompts
 from decode.experiment import Experiment, names_apart
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from tests.evaluation.commands import called, config_with, refusal, spelt
 
 FOREIGN = {"path": "somewhere/else", "name": "else", "weights": "0" * 64}

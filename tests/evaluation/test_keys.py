@@ -17,7 +17,7 @@ from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
 from evaluation.hierarchies import decoded
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
 

@@ -30,9 +30,8 @@ from evaluation.costs.machine import kept_costs
 from evaluation.traces.recording import trace
 from heads.batches.module import FeatureData
 from heads.command import load_sweep
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, Provenance
 from heads.model.official import read_official_head
-from heads.model.provenance import Provenance
 from heads.training.command import train
 from lm import load_pair, load_pair_tokenizer
 from store.shards import features_path, list_shards, rows_path, sidecar_path, verify_shard

@@ -14,7 +14,7 @@ from evaluation.flag_types import RaceRules
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
 

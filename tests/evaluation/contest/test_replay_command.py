@@ -22,7 +22,7 @@ from evaluation.traces.disk import record
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from tests.evaluation.commands import called, config_with, printed, refusal
 
 SMALL = ("--decode.num_dev=3", "--decode.num_test=2", "--decode.max_new_tokens=24", "--decode.max_draft_length=6")

@@ -12,7 +12,7 @@ from evaluation.report.transfer import transfer_records, transfer_table, transfe
 from evaluation.times import Times
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
 

@@ -18,7 +18,7 @@ from evaluation.hierarchies.tables import paying, third_level_frame, third_level
 from evaluation.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from evaluation.times import Times
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from lm import Sampling
 from tests.evaluation.commands import called, printed, refusal
 

@@ -22,7 +22,7 @@ from evaluation.papers.svip import CHAIN, by_category, competitor_of, fastest_on
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
-from heads.model.provenance import Provenance
+from heads.model.head import Provenance
 from lm import Sampling
 from tests.evaluation.commands import called, config_with, printed, refusal, spelt
 from tests.toys.small_pair import trace
