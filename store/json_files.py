@@ -18,13 +18,10 @@ def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[st
 
 def _parsed(text: bytes, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
     try:
-        return _checked(json.loads(text), source, remedy, keys)
-    except json.JSONDecodeError as error:
-        location = source if error.lineno == 1 else f"{source}:{error.lineno}"
-        raise ValueError(f"{location}: invalid JSON ({error.msg} at column {error.colno}); {remedy}") from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        cause = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "nested too deeply"
-        raise ValueError(f"{source}: invalid JSON ({cause}); {remedy}") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: invalid JSON ({error}); {remedy}") from error
+    return _checked(value, source, remedy, keys)
 
 
 def _checked(value: Any, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:

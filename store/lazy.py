@@ -7,7 +7,6 @@ else:
 """
 
 import ast
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +22,6 @@ def lazily(package: str, file: str) -> Callable[[str], Any]:
     def attribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
-        setattr(sys.modules[package], name, value)  # later accesses do not call this function
-        return value
+        return getattr(import_module(modules[name]), name)
 
     return attribute

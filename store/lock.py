@@ -11,10 +11,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -52,20 +51,14 @@ def only_writer(
         lock.release()
 
 
-def holder_of(path: Path) -> dict[str, Any] | None:
-    """Facts about the process that holds a lock; None if nobody does, and a stale lock file is then removed."""
+def holder_of(path: Path) -> str | None:
+    """A phrase that names the process that holds a lock; None if nobody does, and a stale lock file is then removed."""
     try:
         with FileLock(path, timeout=0, fallback_to_soft=False):
             _remove(path)
             return None
     except Timeout:
-        return _facts(path)
-
-
-def in_words(holder: Mapping[str, Any]) -> str:
-    """A phrase that names the holder of a lock, if it has not just started or just ended."""
-    is_known = holder.keys() >= {"pid", "host", "since"}
-    return "process {pid} on {host} since {since}".format(**holder) if is_known else "another process"
+        return _named(path)
 
 
 def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
@@ -77,7 +70,7 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
             lock.acquire(timeout=wait)
             break
         except Timeout as error:
-            in_use = f"{path.parent} is in use by {in_words(_facts(path))}"
+            in_use = f"{path.parent} is in use by {_named(path)}"
             if (wait := next(waits, 0)) <= 0:
                 raise ValueError(f"{in_use}; wait until it ends, stop it, or choose another {setting}") from error
             print(f"{in_use}; waiting for it to finish", file=sys.stderr)
@@ -105,7 +98,7 @@ def _remove(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, TypeError):  # the holder has just started or just ended
-        return dict(json.loads(path.read_text()))
-    return {}
+def _named(path: Path) -> str:
+    with suppress(OSError, ValueError, TypeError, KeyError):  # the holder has just started or just ended
+        return "process {pid} on {host} since {since}".format(**json.loads(path.read_text()))
+    return "another process"

@@ -39,21 +39,12 @@ _NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors)(\.json)?")
 _MAX_THREADS = 8
 _MIN_BAR_BYTES = 2**27
 """Total size from which a progress bar is shown; smaller checks take a tenth of a second."""
-ShardCheck = Callable[[Path], None]
-"""A function that raises ValueError for an invalid shard."""
 
 
-def rows_path(directory: str | Path, split: str, index: int) -> Path:
-    return Path(directory) / "rows" / f"{split}-{index:05d}.parquet"
-
-
-def labels_path(directory: str | Path, split: str, index: int) -> Path:
-    return Path(directory) / "labels" / f"{split}-{index:05d}.safetensors"
-
-
-def features_path(directory: str | Path, timing: str, split: str, index: int) -> Path:
-    """Path of a shard's hidden states of one timing (fed, drawn)."""
-    return Path(directory) / "features" / timing / f"{split}-{index:05d}.safetensors"
+def shard_path(directory: str | Path, folder: str, split: str, index: int) -> Path:
+    """Path of a shard in a folder of data.dir: rows, labels, or features/TIMING."""
+    suffix = "parquet" if folder == "rows" else "safetensors"
+    return Path(directory, folder, f"{split}-{index:05d}.{suffix}")
 
 
 def sidecar_path(path: Path) -> Path:
@@ -173,18 +164,19 @@ def _sha256(path: Path, *_stat: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def list_shards(directory: str | Path, split: str, subfolder: str = "rows") -> list[Path]:
-    """The shards of a split in order, of rows, labels, or features/TIMING; FileNotFoundError if there are none,
-    ValueError if one is missing or incomplete.
+def list_shards(directory: str | Path, split: str, folder: str = "rows") -> list[Path]:
+    """The shards of a split in a folder, in order; FileNotFoundError if there are none, ValueError if one is missing or
+    incomplete.
     """
-    folder, suffix = Path(directory) / subfolder, "parquet" if subfolder == "rows" else "safetensors"
-    paths = sorted(folder.glob(f"{split}-*.{suffix}"))
+    first = shard_path(directory, folder, split, 0)
+    paths = sorted(first.parent.glob(f"{split}-*{first.suffix}"))
     if not paths:
-        raise FileNotFoundError(f"no {split} shards in {folder}; run `acceptance-heads data` with this config first")
+        raise FileNotFoundError(
+            f"no {split} shards in {first.parent}; run `acceptance-heads data` with this config first"
+        )
     for index, path in enumerate(paths):
-        if path.stem != f"{split}-{index:05d}" or not is_whole(path):
-            missing = folder / f"{split}-{index:05d}.{suffix}"
-            raise ValueError(f"{missing} is missing or incomplete; run `acceptance-heads data` to finish the data")
+        if path != (expected := shard_path(directory, folder, split, index)) or not is_whole(path):
+            raise ValueError(f"{expected} is missing or incomplete; run `acceptance-heads data` to finish the data")
     return paths
 
 
@@ -199,24 +191,25 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
             path.unlink(missing_ok=True)
 
 
-def check_sums(paths: Iterable[Path], *, command: str = "data", check: ShardCheck | None = None) -> None:
+def check_sums(
+    paths: Iterable[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
+) -> None:
     """Raise ValueError for the first of `problems_of` these shards."""
     for _, problem in problems_of(list(paths), command=command, check=check):
         raise ValueError(problem)
 
 
 def problems_of(
-    paths: Sequence[Path], *, command: str = "data", check: ShardCheck | None = None, is_thorough: bool = False
+    paths: Sequence[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
 ) -> Iterator[tuple[Path, str]]:
-    """Each shard that differs from its sidecar or fails a further `check`, in order, with its error message, which has
-    the `command` to run; `is_thorough`: always show a progress bar.
+    """Each shard that differs from its sidecar or for which `check` raises ValueError, in order, with the message,
+    which has the `command` to run.
     """
 
     def problem_of(path: Path) -> str | None:
         try:
             verify_shard(path, command=command)
-            if check is not None:
-                check(path)
+            check(path)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -225,8 +218,7 @@ def problems_of(
         return None
 
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
-    is_hidden = not is_thorough and sum(sizes) < _MIN_BAR_BYTES
-    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": is_hidden, "leave": is_thorough}
+    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": sum(sizes) < _MIN_BAR_BYTES, "leave": False}
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
     try:
         with Bar(total=sum(sizes), desc="checking sums", **settings) as bar:

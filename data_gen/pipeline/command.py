@@ -25,7 +25,7 @@ from lm import Sampling, free_memory, load_pair_tokenizer
 from lm.features.released import released_layout_of
 from lm.parallel import sliced_models
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, rows_path, shards_in, write_atomic
+from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, shard_path, shards_in, write_atomic
 
 _FEW_PROMPTS = 50
 _NEEDED = (
@@ -134,7 +134,7 @@ def _complete(
     """Make the missing shards, and with `retry_errors` those with errors; returns their number."""
     missing = [spec for spec in specs if not is_done(spec, data)]
     done = [spec for spec in specs if retry_errors and spec not in missing]
-    retried = [spec for spec in done if account([rows_path(data.dir, spec.split, spec.index)])[0]["error"]]
+    retried = [spec for spec in done if account([shard_path(data.dir, "rows", spec.split, spec.index)])[0]["error"]]
     num_made, order = 0, stages_of(data)
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:

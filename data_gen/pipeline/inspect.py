@@ -27,7 +27,7 @@ def check(config: Config) -> None:
     """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
     directory = Path(config.data.dir)
     missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
-    problems = dict(problems_of(paths, is_thorough=True))
+    problems = dict(problems_of(paths))
     problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]

@@ -30,7 +30,7 @@ from lm import free_memory, load_config
 from lm.features.released import released_layout_of, width_of
 from lm.parallel import refuse_sliced
 from store.progress import Bar
-from store.shards import rows_path
+from store.shards import shard_path
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
@@ -134,7 +134,9 @@ def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tupl
                 seconds += _timed(worker, spec, bar)
             del worker
             free_memory()  # the next stage loads other models
-        table = read_rows(rows_path(folder, spec.split, spec.index), ["prompt_ids", "response_ids"]).to_pydict()
+        table = read_rows(
+            shard_path(folder, "rows", spec.split, spec.index), ["prompt_ids", "response_ids"]
+        ).to_pydict()
         responses, limit = list(map(len, table["response_ids"])), sampled.max_new_tokens
         if not responses:
             raise ValueError(

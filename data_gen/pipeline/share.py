@@ -29,7 +29,7 @@ from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.exchange import ShardSpec
 from lm import free_memory, load_config
 from lm.parallel import check_slices, join, sliced_models, slices_of
-from store.lock import LOCK, holder_of, in_words, only_writer
+from store.lock import LOCK, holder_of, only_writer
 
 _TURN_S = 300.0
 """Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
@@ -75,7 +75,7 @@ class Share(NamedTuple):
                 if not path.name.endswith(division) and (holder := holder_of(path)) is not None:
                     rank, _, *numbers = path.name.removeprefix(f"{LOCK}-").split("-")
                     raise ValueError(
-                        f"{data.dir} is in use by rank {rank}, {in_words(holder)}, with --world_size and "
+                        f"{data.dir} is in use by rank {rank}, {holder}, with --world_size and "
                         f"data.num_train, num_dev, num_test {', '.join(numbers)} instead of "
                         f"{', '.join(division.split('-')[1:])}; wait until it ends, stop it, give all processes the "
                         "same numbers, or choose another data.dir"

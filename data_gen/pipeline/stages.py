@@ -16,6 +16,7 @@ digest of every prompt that it was made from, so that shards of other prompts ar
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,7 @@ from data_gen.responses.exchange import Answers, Exchange, Problem, ShardSpec
 from data_gen.store import rows
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import Layout, layout_of
-from store.shards import features_path, is_whole, labels_path, read_sidecar, rows_path, sidecar_path, write_shard
+from store.shards import is_whole, read_sidecar, shard_path, sidecar_path, write_shard
 
 _FACTS = Exchange._fields[:5]
 """All fields of an exchange but tensors."""
@@ -116,7 +117,7 @@ def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSp
 def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """Forget short shards that have grown; ValueError if a shard was made from other prompts."""
     for spec in specs:
-        path = rows_path(data.dir, spec.split, spec.index)
+        path = shard_path(data.dir, "rows", spec.split, spec.index)
         for file in (path, stage_path(spec, data, "respond")):
             made = read_sidecar(file, keys=("prompts",))["prompts"] if sidecar_path(file).is_file() else spec.digests
             num = min(len(made), len(spec.digests))
@@ -133,9 +134,8 @@ def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
     """Whether the result of this stage or the whole shard is on disk."""
-    name = (spec.split, spec.index)
-    states = [features_path(data.dir, timing, *name) for timing in data.feature_sets]
-    if all(map(is_whole, [rows_path(data.dir, *name), labels_path(data.dir, *name), *states])):
+    folders = ["rows", "labels", *(f"features/{timing}" for timing in data.feature_sets)]
+    if all(is_whole(shard_path(data.dir, folder, spec.split, spec.index)) for folder in folders):
         return True
     return stage in ("respond", "draft") and is_whole(stage_path(spec, data, stage))
 
@@ -153,29 +153,28 @@ def write_files(
     sidecar of the rows has the outcome of every prompt. A feature draft, whose labels are not those of the response
     tokens, needs `layout` and `rows_columns` too.
     """
-    num_rows, written = len(answers.exchanges), (data.dir, spec.split, spec.index)
+    num_rows, path_in = len(answers.exchanges), partial(shard_path, data.dir, split=spec.split, index=spec.index)
     layout = layout or layout_of(answers.exchanges)
-    sidecar_path(rows_path(*written)).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
+    sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
     for timing in data.feature_sets:
         content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
         times = data.mixes if timing == "fed" else 1
-        path = features_path(data.dir, timing, spec.split, spec.index)
-        write_shard(path, content, rows=num_rows * times, tokens=len(columns[timing]))
+        write_shard(path_in(f"features/{timing}"), content, rows=num_rows * times, tokens=len(columns[timing]))
     content = rows.to_safetensors(columns, layout)
-    write_shard(labels_path(*written), content, rows=num_rows, tokens=layout.num_tokens)
+    write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
     columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
     table = rows.to_parquet(answers.exchanges, columns, mixes=data.mixes, has_sets=has_sets)
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
     num_tokens = layout_of(answers.exchanges).num_tokens
-    write_shard(rows_path(*written), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
+    write_shard(path_in("rows"), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
     forget_stages([spec], data)
 
 
 def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Exchange]:
     """The responses of a shard that is on disk, by row id."""
-    table = rows.read_rows(rows_path(data.dir, spec.split, spec.index), _FACTS)
+    table = rows.read_rows(shard_path(data.dir, "rows", spec.split, spec.index), _FACTS)
     return {row["id"]: Exchange(**row) for row in table.to_pylist()}
 
 

@@ -283,12 +283,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """A head with these weights; ValueError, which names the directory `source`, if they do not fit the config."""
         try:
             with torch.device("meta"):
-                shapes = {name: tuple(t.shape) for name, t in cls.from_config(config).state_dict().items()}
+                head = cls.from_config(config)
         except ValueError as error:
             raise ValueError(f"{source / 'config.json'}: {error}") from error
-        tensors = checked(tensors, shapes, source=source)
-        head = cls.from_config(config)
-        head.load_state_dict(tensors, strict=True)
+        try:
+            head.load_state_dict(checked(tensors), assign=True)
+        except (RuntimeError, ValueError) as error:
+            problem = f"weights of head {str(source)!r} do not fit its config.json: {' '.join(str(error).split())}"
+            raise ValueError(f"{problem}; export the head again") from error
         return head.eval()
 
     @classmethod

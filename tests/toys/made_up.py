@@ -16,7 +16,7 @@ from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from heads.batches.module import FeatureData
 from heads.training.command import train
-from store.shards import features_path, labels_path, write_shard
+from store.shards import shard_path, write_shard
 
 HIDDEN = 16
 SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}
@@ -47,11 +47,11 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
         "is_drafted": torch.rand(count * mixes, generator=generator) > 0.15,
         "row_offsets": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long(),
     }
-    write_shard(labels_path(directory, split, index), save(tensors), rows=num_rows, tokens=count)
+    write_shard(shard_path(directory, "labels", split, index), save(tensors), rows=num_rows, tokens=count)
     mixed = torch.cat([part.repeat(mixes, 1) for part in hidden.split(lengths.tolist())]) if num_rows else hidden
     mixed = mixed + 0.1 * torch.randn(mixed.shape, generator=generator)
     for timing, states, num in (("fed", mixed, num_rows * mixes), ("drawn", hidden, num_rows)):
-        path = features_path(directory, timing, split, index)
+        path = shard_path(directory, f"features/{timing}", split, index)
         write_shard(path, save({"hidden": states.bfloat16()}), rows=num, tokens=len(states))
 
 

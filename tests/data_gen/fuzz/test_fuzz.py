@@ -34,7 +34,7 @@ from heads.model.head import AcceptanceHead, Provenance
 from heads.model.official import read_official_head
 from heads.training.command import train
 from lm import load_pair, load_pair_tokenizer
-from store.shards import features_path, list_shards, rows_path, sidecar_path, verify_shard
+from store.shards import list_shards, shard_path, sidecar_path, verify_shard
 from tests.data_gen.faults.test_faults import Child, at, experiment
 
 _COSTS: dict[str, Any] = {"t_draft_s": 1.0, "t_target_s": [1.0], "origin": "", "errors": {}, "fit": {}, "stops": {}}
@@ -110,7 +110,7 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
 def files(folder: Path, config: Config) -> dict[str, Boundary]:
     """Files that the project wrote, and models."""
     data = Path(config.data.dir)
-    rows, features = rows_path(data, "train", 0), features_path(data, "drawn", "train", 0)
+    rows, features = shard_path(data, "rows", "train", 0), shard_path(data, "features/drawn", "train", 0)
     settled, costs = read_manifest(data), kept_costs(folder / "whole" / "decode")
     costs.keep([({"a": 1}, _COSTS)])
 

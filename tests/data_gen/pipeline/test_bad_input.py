@@ -18,7 +18,7 @@ from data_gen.responses.exchange import Problem, Request, TargetInProcess
 from data_gen.store import rows
 from data_gen.store.rows import read_rows
 from lm import Sampling
-from store.shards import features_path, labels_path, list_shards, rows_path
+from store.shards import list_shards, shard_path
 from tests.data_gen.on_disk import (
     broken_copy,
     errors_of,
@@ -64,8 +64,8 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp
         config = with_data(config, mode=mode, dir=str(tmp_path / mode))
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
-        assert read_rows(rows_path(config.data.dir, "train", 0)).num_rows == 0
-        assert load_file(features_path(config.data.dir, "fed", "train", 0))["hidden"].shape == (0, 8)
+        assert read_rows(shard_path(config.data.dir, "rows", "train", 0)).num_rows == 0
+        assert load_file(shard_path(config.data.dir, "features/fed", "train", 0))["hidden"].shape == (0, 8)
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
@@ -136,8 +136,8 @@ def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
     found = {}
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        features = load_file(labels_path(config.data.dir, "train", index))
-        features |= load_file(features_path(config.data.dir, timing, "train", index))
+        features = load_file(shard_path(config.data.dir, "labels", "train", index))
+        features |= load_file(shard_path(config.data.dir, f"features/{timing}", "train", index))
         offsets = features.pop("row_offsets").tolist()
         for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
             found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]
@@ -226,8 +226,8 @@ def test_every_mixing_of_a_broken_row_is_left_out(healthy):
     healthy = with_data(healthy, mixes=2, num_test=0)
     broken, (name,) = both_made(healthy, "draft")
     assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
-    stored = load_file(labels_path(broken.data.dir, "train", 1))
-    hidden = load_file(features_path(broken.data.dir, "fed", "train", 1))["hidden"]
+    stored = load_file(shard_path(broken.data.dir, "labels", "train", 1))
+    hidden = load_file(shard_path(broken.data.dir, "features/fed", "train", 1))["hidden"]
     assert len(hidden) == len(stored["is_drafted"]) == 2 * stored["row_offsets"][-1]
 
 

@@ -14,7 +14,7 @@ from data_gen.official import _parse, import_
 from data_gen.pipeline.command import make
 from data_gen.store.rows import read_rows
 from heads.training.command import train
-from store.shards import list_shards, rows_path
+from store.shards import list_shards, shard_path
 from tests.data_gen.on_disk import rows_of, with_data
 
 LOGS = {"log_p_7b": "log_q", "log_p_70b": "log_p"}
@@ -97,7 +97,7 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
             assert row["from_target"]
             assert row["acceptance_rate"] is row["cross_entropy"] is None
     whole = {path: path.read_bytes() for path in Path(config.data.dir).rglob("train-0*")}
-    rows_path(config.data.dir, "train", 1).unlink()
+    shard_path(config.data.dir, "rows", "train", 1).unlink()
     import_(config, file=files["train"])
     assert {path: path.read_bytes() for path in whole} == whole
     with pytest.raises(ValueError, match=r"holds train rows of another file \(train\.json"):

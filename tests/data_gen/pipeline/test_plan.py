@@ -24,7 +24,7 @@ from evaluation.costs.init import head_weights
 from heads.grid import grid
 from heads.training.stack import HeadStack
 from lm import load_model
-from store.shards import read_sidecar, rows_path
+from store.shards import read_sidecar, shard_path
 from tests.data_gen.on_disk import with_data
 
 GB, ROOT = 1e9, Path(__file__).parents[3]
@@ -140,7 +140,7 @@ def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, monkeypatch, 
 
     def timed(worker, spec, progress):
         made(worker, spec, progress)
-        rows = read_rows(rows_path(worker.data.dir, spec.split, spec.index)).to_pylist()
+        rows = read_rows(shard_path(worker.data.dir, "rows", spec.split, spec.index)).to_pylist()
         clock.now_s += sum(len(row["response_ids"]) for row in rows)
 
     monkeypatch.setattr(Worker, "make", timed)
@@ -193,7 +193,7 @@ def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config):
     config = with_data(toy_config, num_test=0, rows_per_shard=8)
     expected = plan(config, sample=8)
     make(config)
-    facts = read_sidecar(rows_path(config.data.dir, "train", 0))
+    facts = read_sidecar(shard_path(config.data.dir, "rows", "train", 0))
     assert expected["rows"] == facts["rows"] == 8
     assert expected["response_tokens"] == pytest.approx(facts["tokens"], rel=0.25)  # other seeds, so other lengths
     real = sum(path.stat().st_size for path in Path(config.data.dir).rglob("train-*") if path.suffix != ".json")

@@ -22,7 +22,7 @@ from data_gen.pipeline.inspect import check, responses
 from data_gen.pipeline.worker import Worker
 from data_gen.store import manifest, rows
 from store import shards
-from store.shards import features_path, read_sidecar, rows_path, verify_shard
+from store.shards import read_sidecar, shard_path, verify_shard
 from tests.data_gen.on_disk import assert_same_rows, errors_of, files_of, rows_of, with_data
 from tests.data_gen.processes import at_once
 from tests.toys.saved_pair import save_toy
@@ -35,17 +35,17 @@ CPU_ALLOCATOR = (
 def test_a_larger_run_is_the_run_at_once_and_keeps_whole_shards(toy_config, toy_run, capsys):
     few = with_data(toy_config, num_train=4, num_test=2)
     make(few)
-    kept = rows_path(few.data.dir, "train", 0).stat().st_mtime_ns
+    kept = shard_path(few.data.dir, "rows", "train", 0).stat().st_mtime_ns
     make(toy_config)
     after = files_of(few.data.dir)
-    assert rows_path(few.data.dir, "train", 0).stat().st_mtime_ns == kept
+    assert shard_path(few.data.dir, "rows", "train", 0).stat().st_mtime_ns == kept
     assert after == files_of(toy_run), "the short last shard is made again"
     capsys.readouterr()
     make(few)
     assert "2 shards of a larger earlier run stay" in capsys.readouterr().out
     assert files_of(few.data.dir) == after
     check(few)
-    last = rows_path(few.data.dir, "train", 2)
+    last = shard_path(few.data.dir, "rows", "train", 2)
     last.unlink()
     make(few)
     assert not last.exists(), "a smaller run makes no more than it asks for"
@@ -127,7 +127,7 @@ def test_out_of_memory_halves_the_batch_and_the_rows_stay_the_same(made, tmp_pat
     make(config)
     assert "out of memory at train-00000 with data.batch_size 64; continuing with 1" in capsys.readouterr().err
     assert_same_rows(rows_of(config), rows_of(made))
-    assert read_sidecar(rows_path(config.data.dir, "test", 0))["batch_size"] == 1
+    assert read_sidecar(shard_path(config.data.dir, "rows", "test", 0))["batch_size"] == 1
     one_line = r"with data\.batch_size 1; set data\.batch_size to 1, or lower data\.chunk_mb"
     for cause, kind, message in ((error, ValueError, one_line), (RuntimeError("another"), RuntimeError, "another")):
         fail_above(0, cause, monkeypatch)
@@ -224,8 +224,8 @@ def test_what_the_stage_respond_left_is_written_as_it_is_once_the_rows_are_there
 
 def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(made):
     whole = files_of(made.data.dir)
-    rows_path(made.data.dir, "train", 1).unlink()
-    fed = features_path(made.data.dir, "fed", "train", 2)
+    shard_path(made.data.dir, "rows", "train", 1).unlink()
+    fed = shard_path(made.data.dir, "features/fed", "train", 2)
     fed.write_bytes(fed.read_bytes()[:-5])
     with pytest.raises(ValueError, match="truncated"):
         verify_shard(fed)

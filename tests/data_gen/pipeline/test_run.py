@@ -13,7 +13,7 @@ from data_gen.pipeline.command import make
 from data_gen.stats import accepted_length, stats
 from data_gen.store.rows import COLUMNS, read_rows
 from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entropy
-from store.shards import features_path, labels_path, list_shards, rows_path
+from store.shards import list_shards, shard_path
 from tests.data_gen.on_disk import rows_of, with_data, with_prompts
 
 
@@ -27,8 +27,8 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, models, sa
     transform = Sampling(**vars(sampling))
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        stored = load_file(labels_path(config.data.dir, "train", index))
-        paths = [features_path(config.data.dir, timing, "train", index) for timing in ("fed", "drawn")]
+        stored = load_file(shard_path(config.data.dir, "labels", "train", index))
+        paths = [shard_path(config.data.dir, f"features/{timing}", "train", index) for timing in ("fed", "drawn")]
         fed, drawn = (load_file(path)["hidden"].float() for path in paths)
         for number, row in enumerate(read_rows(path).to_pylist()):
             prompt, x, y = row["prompt_ids"], row["response_ids"], torch.tensor(row["draft_ids"])
@@ -98,9 +98,9 @@ def test_sequential_mode_gives_the_same_data_without_the_columns_that_need_both_
 def test_each_mixing_is_a_row_of_the_fed_features(toy_config):
     config = with_data(toy_config, mixes=3, mixing_ratio=0.5)
     make(config)
-    rows = read_rows(rows_path(config.data.dir, "train", 0)).to_pylist()
-    stored = load_file(labels_path(config.data.dir, "train", 0))
-    hidden = load_file(features_path(config.data.dir, "fed", "train", 0))["hidden"]
+    rows = read_rows(shard_path(config.data.dir, "rows", "train", 0)).to_pylist()
+    stored = load_file(shard_path(config.data.dir, "labels", "train", 0))
+    hidden = load_file(shard_path(config.data.dir, "features/fed", "train", 0))["hidden"]
     assert len(stored["row_offsets"]) == 1 + len(rows)
     assert len(hidden) == 3 * int(stored["row_offsets"][-1])
     coins = [coin for row in rows for mix in row["from_target"] for coin in mix]

@@ -29,7 +29,7 @@ from data_gen.store.manifest import describe_model, same_model
 from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
 from store import shards
 from store.lock import LOCK, only_writer
-from store.shards import check_sums, clean_partial, features_path, problems_of, rows_path, sidecar_path, write_shard
+from store.shards import check_sums, clean_partial, problems_of, shard_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip, with_data
 from tests.data_gen.processes import at_once, meanwhile
 
@@ -117,7 +117,7 @@ COUNT = 4000
 
 def broken_shards(config: Config) -> list[Path]:
     """Shards of rows and of features, of which a byte flips."""
-    paths = [rows_path(config.data.dir, "train", 1), features_path(config.data.dir, "drawn", "test", 0)]
+    paths = [shard_path(config.data.dir, "rows", "train", 1), shard_path(config.data.dir, "features/drawn", "test", 0)]
     for path in paths:
         flip(path)
     return paths
@@ -143,9 +143,9 @@ def test_check_shows_a_bar_names_every_broken_shard_changes_nothing_and_ends_wit
     assert "5 shards intact" in said.out
     assert said.out.endswith(" are intact.\n")
     broken = broken_shards(made)
-    features_path(made.data.dir, "fed", "train", 0).unlink()
-    sidecar_path(features_path(made.data.dir, "fed", "train", 1)).write_text("{")
-    lost = rows_path(made.data.dir, "test", 1)
+    shard_path(made.data.dir, "features/fed", "train", 0).unlink()
+    sidecar_path(shard_path(made.data.dir, "features/fed", "train", 1)).write_text("{")
+    lost = shard_path(made.data.dir, "rows", "test", 1)
     lost.unlink()
     sidecar_path(lost).unlink()
     for never_made in Path(made.data.dir).rglob("train-00002.*"):  # the manifest counts it
@@ -167,11 +167,11 @@ def test_check_shows_a_bar_names_every_broken_shard_changes_nothing_and_ends_wit
 
 
 def test_responses_and_statistics_of_a_broken_shard_are_refused(made, tmp_path):
-    flip(rows_path(made.data.dir, "test", 0))
+    flip(shard_path(made.data.dir, "rows", "test", 0))
     with pytest.raises(ValueError, match=r"test-00000\.parquet is corrupted"):
         responses(made, out=str(tmp_path / "out.jsonl"))
     assert not (tmp_path / "out.jsonl").exists()
-    flip(rows_path(made.data.dir, "train", 0))
+    flip(shard_path(made.data.dir, "rows", "train", 0))
     with pytest.raises(ValueError, match="is corrupted: its sha256"):
         stats(made, plots=False)
 

@@ -25,7 +25,7 @@ from heads.training.command import train
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states
 from store import shards
-from store.shards import features_path, labels_path, sidecar_path, write_shard
+from store.shards import shard_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 from tests.toys.small_pair import llama
 
@@ -97,7 +97,9 @@ def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_p
     data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn"), scalars=(("text_position",),)))
     batch = next(iter(data.loader("dev")))
     fed, drawn = batch["fed"], batch["drawn"]
-    stored = load_file(labels_path(data_dir, "dev", 0)) | load_file(features_path(data_dir, "fed", "dev", 0))
+    stored = load_file(shard_path(data_dir, "labels", "dev", 0)) | load_file(
+        shard_path(data_dir, "features/fed", "dev", 0)
+    )
     before = torch.cat([torch.arange(length) for length in stored["row_offsets"][:9].diff().tolist()])
     count = int(stored["row_offsets"][8])
     drafted = stored["is_drafted"][:count]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -134,14 +133,18 @@ def pickled(directory: Path, name: str) -> None:
 
 
 TENSORS = [
-    ("blocks.1.weight", None, "is missing"),
-    ("blocks.7.weight", torch.zeros(6, 6), "is not part"),
-    ("blocks.1.weight", torch.zeros(6, 5), r"has shape \(6, 5\)"),
-    ("out.bias", torch.full((1,), torch.nan), "has NaN"),
-    ("blocks.0.weight", torch.full((6, 6), 1e30).double(), r"has NaN or values above 1e\+15"),
+    ("blocks.1.weight", None, r"Missing key.*blocks\.1\.weight"),
+    ("blocks.7.weight", torch.zeros(6, 6), r"Unexpected key.*blocks\.7\.weight"),
+    ("blocks.1.weight", torch.zeros(6, 5), r"size mismatch for blocks\.1\.weight.*6, 5"),
+    ("out.bias", torch.full((1,), torch.nan), r"out\.bias has NaN"),
+    ("blocks.0.weight", torch.full((6, 6), 1e30).double(), r"blocks\.0\.weight has NaN or values above 1e\+15"),
 ]
 TENSORS += [
-    ("out.weight", torch.ones(1, 6).to(getattr(torch, dtype)), f"has dtype torch.{dtype}, expected float16")
+    (
+        "out.weight",
+        torch.ones(1, 6).to(getattr(torch, dtype)),
+        rf"out\.weight has dtype torch.{dtype}, expected float16",
+    )
     for dtype in ("int32", "bool", "complex64", "float8_e4m3fn")
 ]
 VALUES: list[tuple[str, object]] = [
@@ -150,7 +153,7 @@ VALUES: list[tuple[str, object]] = [
     *(("reject_weight", "6"), ("reject_weight", None), ("draft", "a"), ("recommended", []), ("mixing_ratio", {})),
 ]
 DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
-    *((re.escape(name) + f" {problem}", partial(with_tensors, **{name: value})) for name, value, problem in TENSORS),
+    *((problem, partial(with_tensors, **{name: value})) for name, value, problem in TENSORS),
     *((f"{key}|depth is 10", partial(with_config, **{key: value})) for key, value in VALUES),
     ("not a complete safetensors", lambda head: (head / "model.safetensors").write_bytes(b"cut")),
     ("not a complete safetensors", partial(pickled, name="model.safetensors")),

@@ -25,7 +25,7 @@ from heads.batches.module import FeatureData
 from heads.command import load_sweep
 from heads.training.command import build, settled, train
 from heads.training.trainer import trainer_arguments
-from store.shards import rows_path, write_shard
+from store.shards import shard_path, write_shard
 from tests.heads.conftest import Run
 from tests.toys.made_up import make_config, write_data
 
@@ -122,7 +122,7 @@ def test_the_metrics_of_a_split_are_the_means_of_those_of_its_sets(tmp_path: Pat
     for split, num in (("dev", 24), ("test", 8)):
         sink, sets = io.BytesIO(), ["large" if row % 4 else "small" for row in range(num)]
         pq.write_table(pa.table({"set": sets}), sink)
-        write_shard(rows_path(data, split, 0), sink.getvalue(), rows=num, tokens=0)
+        write_shard(shard_path(data, "rows", split, 0), sink.getvalue(), rows=num, tokens=0)
     manifest = json.loads((data / "manifest.json").read_text())
     (data / "manifest.json").write_text(json.dumps(manifest | {"prompts": ["small", "large"]}))
     results = train(make_config(data, tmp_path / "run", trainer={"max_epochs": 1}, timings=("fed", "drawn")))
