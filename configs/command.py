@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from configs.hints import fail, meant
+from configs.hints import meant
 from configs.limits import check_limits, refuse_null
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
 from configs.shipped import NAMES, experiment_file, with_shipped_models
@@ -31,10 +31,7 @@ SECTIONS = {"pair": PairConfig, "data": DataConfig, "heads": HeadsConfig, "decod
 
 def parser_for(command: Command, *, trainer: type | None = None) -> ArgumentParser:
     """The parser of a command: its flags, and for an experiment `--config FILE`, `--print_config` and every setting.
-
-    Args:
-        command: its docstring becomes the help, its keyword-only parameters become flags.
-        trainer: the class whose arguments the `trainer` section must fit; None, for commands that train nothing: any.
+    The section `trainer` must fit the arguments of the class `trainer`; None, for commands that train nothing: any.
     """
     parser = ArgumentParser(description=(command.__doc__ or "").strip().split("\n")[0], exit_on_error=False)
     parser.add_function_arguments(command, skip={"config"})
@@ -138,6 +135,12 @@ def ending_in_one_line() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def fail(problem: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
     """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
@@ -152,41 +155,36 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
 def _arguments(
     command: Command, argv: Iterable[str], *, trainer: type | None = None
 ) -> tuple[list[Config], dict[str, Any]]:
-    """What `argv` gives a command: the experiment if it takes one, and its flags."""
-    parser = parser_for(command, trainer=trainer)
-    parsed, kinds = _parsed(parser, argv, command), get_type_hints(command)
-    sections = {"config", *(f.name for f in fields(Config))} if takes_config(command) else set()
+    """What `argv` gives a command: the experiment if it takes one, and its flags; ends the process with a hint if it
+    cannot be parsed.
+    """
+    parser, kinds, has_config = parser_for(command, trainer=trainer), get_type_hints(command), takes_config(command)
+    argv = ["--help" if argument == "--help.all" else argument for argument in argv]
+    try:
+        parsed = parser.parse_args(argv)
+    except ArgumentError as error:
+        hint = "run with --help.all to list every option"
+        if has_config and "--config" not in argv:
+            hint = "pass --config FILE; `acceptance-heads init` writes one, and --config tiny is a shipped one"
+        problem = one_line(error)
+        for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
+            problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
+        fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+    sections = {"config", *(f.name for f in fields(Config))} if has_config else set()
     flags = {
         key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags
         for key, value in vars(parsed).items()
         if key.split(".")[0] not in sections
     }
-    return [config_of(parser, parsed)] if takes_config(command) else [], flags
-
-
-def _parsed(parser: ArgumentParser, argv: Iterable[str], command: Command) -> Namespace:
-    """The parsed arguments; ends the process with a hint if they cannot be parsed."""
-    argv = ["--help" if argument == "--help.all" else argument for argument in argv]
-    try:
-        return parser.parse_args(argv)
-    except ArgumentError as error:
-        hint = (
-            "run with --help.all to list every option"
-            if "--config" in argv or not takes_config(command)
-            else "pass --config FILE; `acceptance-heads init` writes one, and --config tiny is a shipped one"
-        )
-        problem = one_line(error)
-        for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
-            problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
-        fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+    return [config_of(parser, parsed)] if has_config else [], flags
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
 
 
 def _meant(problem: str, parser: ArgumentParser) -> str | None:
-    """If the parser does not know an option, a hint at those with a similar last word: those of its section if there
-    are any (data.num_trian gives data.num_train; num_train gives data.num_train and heads.num_train).
+    """A hint at the options whose last word is similar to that of an unknown one, of its section if there are any:
+    num_train gives data.num_train and heads.num_train.
     """
     if (match := re.search(_UNKNOWN, problem)) is None:
         return None
@@ -203,9 +201,14 @@ _WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*
 _KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 
 
-def _plain(problem: str) -> str:
-    """The parser's message in one line, without its reasons for a value and, if it is long, without its middle."""
-    text = " ".join(problem.split())
+def one_line(error: Exception) -> str:
+    """The message in one line: for an error of the operating system with the file and the remedy; for one of the
+    parser without its reasons for a value and, if it is long, without its middle.
+    """
+    if isinstance(error, OSError) and error.strerror is not None:
+        remedy = "check the path, its permissions and the free disk space, then run the same command again"
+        return f"{error.filename or 'a file'}: {error.strerror}; {remedy}"
+    text = " ".join(str(error).split())
     if missing := re.search(r"class_path '(?:[\w.]*\.)?(\w+)': Requirement '([\w-]+)", text):
         return f"{missing[1]} needs {missing[2]}, which is not installed; run pip install {missing[2]}"
     text = re.sub(r"Does not validate against any of the Union.*value: (?!Namespace)", "no possible value is ", text)
@@ -214,13 +217,3 @@ def _plain(problem: str) -> str:
         right = f"one of {choices.replace(chr(39), '')}" if choices else _KINDS.get(kind, f"of type {kind}")
         text = f"{name or 'a value'} is {value}, but it must be {right}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"
-
-
-def one_line(error: Exception) -> str:
-    """The message in one line; for an error of the operating system, with the file and the remedy."""
-    if not isinstance(error, OSError) or error.strerror is None:
-        return _plain(str(error))
-    return (
-        f"{error.filename or 'a file'}: {error.strerror}; check the path, its permissions and the free disk space, "
-        "then run the same command again"
-    )

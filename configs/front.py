@@ -12,27 +12,15 @@ from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from configs.command import ending_in_one_line, refuse_wrong, run
-from configs.hints import fail, meant
+from configs.command import ending_in_one_line, fail, refuse_wrong, run
+from configs.hints import meant
 from configs.schema import Config
 from configs.screens import screen_of, summary_of
 
 TRAINING = ("train", "all")
 """Commands whose `trainer` section is checked against pytorch_lightning.Trainer."""
-
-STEPS = ("data", "train", "export", "evaluate", "tune")
-"""What `all` runs."""
-
-
-class Entry(NamedTuple):
-    """A command."""
-
-    target: str
-    """Its function, as module:function."""
-    settings: tuple[str, ...] = ()
-    """Dotted names of the settings that its help shows."""
 
 
 _DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num_test", "data.max_new_tokens")
@@ -41,33 +29,34 @@ _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "d
 _TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
 _USAGE = "usage: acceptance-heads COMMAND --config FILE [options]"
 _CLOSING = "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version"
-COMMANDS: dict[str, Entry] = {
-    "init": Entry("evaluation.costs.init:init"),
-    "all": Entry("configs.front:all_steps", (*_DATA, "heads.dir", "decode.dir")),
-    "plan": Entry("evaluation.costs.init:plan", ("pair.gpus", *_DATA)),
-    "data": Entry("data_gen.pipeline.command:make", (*_DATA, "data.source", "data.features", "data.batch_size")),
-    "stats": Entry("data_gen.stats:stats", ("data.dir",)),
-    "train": Entry("heads.training.command:train", (*_HEADS, "heads.features", "trainer.max_epochs")),
-    "export": Entry("heads.command:export", ("heads.dir", "heads.select")),
-    "import": Entry("heads.command:import_", ("heads.dir",)),
-    "push": Entry("heads.command:push"),
-    "inspect": Entry("heads.command:inspect"),
-    "generate": Entry("decode.generate.command:generate", ("decode.max_new_tokens", "decode.max_draft_length")),
-    "evaluate": Entry("evaluation.report.evaluate:evaluate", (*_DECODE, *_TIMES)),
-    "judge": Entry("evaluation.confidence.command:judge", ("data.dir", "heads.dir", "decode.dir", "decode.heads")),
-    "tune": Entry("evaluation.report.tune:tune", (*_DECODE, *_TIMES)),
-    "flags": Entry("evaluation.flags.command:flags", (*_DECODE, "decode.t_draft_s", "decode.t_target_s")),
-    "replay": Entry("evaluation.report.replay:replay_policy", ("decode.dir", *_TIMES)),
-    "costs": Entry("evaluation.costs.machine:costs", ("decode.max_draft_length", "decode.compile")),
-    "bench": Entry("evaluation.bench.command:bench", _DECODE),
-    "hierarchy": Entry("evaluation.hierarchies.command:hierarchy", _DECODE),
-    "tables": Entry("evaluation.papers.command:paper_tables", _DECODE),
-    "theory": Entry("evaluation.theory.command:theory"),
-    "trace": Entry("evaluation.traces.recording:trace", _DECODE),
-    "check": Entry("data_gen.pipeline.inspect:check", ("data.dir",)),
-    "import-data": Entry("data_gen.official:import_", ("data.dir",)),
-    "responses": Entry("data_gen.pipeline.inspect:responses", ("data.dir",)),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "init": ("evaluation.costs.init:init",),
+    "all": ("configs.front:all_steps", *_DATA, "heads.dir", "decode.dir"),
+    "plan": ("evaluation.costs.init:plan", "pair.gpus", *_DATA),
+    "data": ("data_gen.pipeline.command:make", *_DATA, "data.source", "data.features", "data.batch_size"),
+    "stats": ("data_gen.stats:stats", "data.dir"),
+    "train": ("heads.training.command:train", *_HEADS, "heads.features", "trainer.max_epochs"),
+    "export": ("heads.command:export", "heads.dir", "heads.select"),
+    "import": ("heads.command:import_", "heads.dir"),
+    "push": ("heads.command:push",),
+    "inspect": ("heads.command:inspect",),
+    "generate": ("decode.generate.command:generate", "decode.max_new_tokens", "decode.max_draft_length"),
+    "evaluate": ("evaluation.report.evaluate:evaluate", *_DECODE, *_TIMES),
+    "judge": ("evaluation.confidence.command:judge", "data.dir", "heads.dir", "decode.dir", "decode.heads"),
+    "tune": ("evaluation.report.tune:tune", *_DECODE, *_TIMES),
+    "flags": ("evaluation.flags.command:flags", *_DECODE, "decode.t_draft_s", "decode.t_target_s"),
+    "replay": ("evaluation.report.replay:replay_policy", "decode.dir", *_TIMES),
+    "costs": ("evaluation.costs.machine:costs", "decode.max_draft_length", "decode.compile"),
+    "bench": ("evaluation.bench.command:bench", *_DECODE),
+    "hierarchy": ("evaluation.hierarchies.command:hierarchy", *_DECODE),
+    "tables": ("evaluation.papers.command:paper_tables", *_DECODE),
+    "theory": ("evaluation.theory.command:theory",),
+    "trace": ("evaluation.traces.recording:trace", *_DECODE),
+    "check": ("data_gen.pipeline.inspect:check", "data.dir"),
+    "import-data": ("data_gen.official:import_", "data.dir"),
+    "responses": ("data_gen.pipeline.inspect:responses", "data.dir"),
 }
+"""Name -> its function, as module:function, and the dotted names of the settings that its help shows."""
 
 
 @ending_in_one_line()
@@ -81,25 +70,22 @@ def main(argv: list[str] | None = None) -> None:
     elif name not in COMMANDS:
         fail(f"{name!r} is not a command; {meant(name, COMMANDS)}")
     elif {"-h", "--help"} & set(rest):
-        print(screen_of(name, command_of(name), COMMANDS[name].settings))
+        print(screen_of(name, command_of(name), COMMANDS[name][1:]))
     else:
         command, trainer = command_of(name), None
         if name in TRAINING:
             refuse_wrong(command, rest)
             with _announced_imports():
                 trainer = import_module("pytorch_lightning").Trainer
-        run({name: command}, default=name, argv=rest, trainer=trainer)
+        run({name: command}, argv=[name, *rest], trainer=trainer)
     sys.stdout.flush()
 
 
 def all_steps(config: Config) -> None:
-    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated.
-
-    Args:
-        config: the experiment.
-    """
-    for number, name in enumerate(STEPS, start=1):
-        print(f"== {number} of {len(STEPS)}: {name}", flush=True)
+    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated."""
+    steps = ("data", "train", "export", "evaluate", "tune")
+    for number, name in enumerate(steps, start=1):
+        print(f"== {number} of {len(steps)}: {name}", flush=True)
         command_of(name)(config)
 
 
@@ -117,7 +103,7 @@ def command_of(name: str) -> Callable[..., Any]:
 
     Wrong flags are then refused at once. Only the modules that define the types of its flags are imported.
     """
-    module, function_name = COMMANDS[name].target.split(":")
+    module, function_name = COMMANDS[name][0].split(":")
     path = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     function = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function_name)

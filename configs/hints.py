@@ -1,9 +1,7 @@
-"""How a user's mistake is reported."""
+"""How a mistyped name is reported."""
 
-import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
 
 
 def meant(name: str, known: Iterable[str]) -> str:
@@ -11,9 +9,3 @@ def meant(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"it must be one of {', '.join(names)}"
-
-
-def fail(problem: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(f"error: {problem}", file=sys.stderr)
-    raise SystemExit(2)

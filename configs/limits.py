@@ -94,8 +94,7 @@ def check_limits(config: Config) -> None:
     if len(set(urls)) < max(1, len(urls)):
         raise ValueError(f"data.server.url is {list(urls)}; give at least one address, and each only once")
     if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
-        example = "such as http://localhost:8000/v1"
-        raise ValueError(f"data.server.url is {wrong[0]!r}; it must begin with http:// or https://, {example}")
+        raise ValueError(f"data.server.url is {wrong[0]!r}; it must begin with http(s)://, as http://localhost:8000/v1")
     for name in ("max_epochs", "max_steps"):
         value = config.trainer.get(name, -1)
         if value not in (None, -1) and not _COUNT.admits(value):

@@ -13,12 +13,8 @@ _LONGEST_NAME = 255
 
 
 def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> None:
-    """Raise ValueError for a URL, a string that cannot be a path, or a loaded model.
-
-    Args:
-        value: the setting's value; null passes.
-        name: the name of the setting or flag, for the message.
-        may_be_on_hub: the setting also takes owner/name.
+    """Raise ValueError, which names the setting or flag, for a URL, a string that cannot be a path, or a loaded model;
+    null passes. `may_be_on_hub`: it also takes owner/name.
     """
     if hasattr(value, "save_pretrained"):
         raise ValueError(

@@ -51,8 +51,7 @@ class PairConfig:
     target: ModelSource
     """The large model, whose output distribution is preserved; it takes most of the memory and time."""
     draft: ModelSource
-    """The small model that proposes tokens, with the target's tokenizer; path: mtp is the target's own MTP layer. Heads
-    are trained for this model only."""
+    """The small model that drafts, with the target's tokenizer; mtp: the target's MTP layer. Heads fit only this."""
     micro: ModelSource | None = None
     """A third, still smaller model for hierarchies."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -80,8 +79,7 @@ class PromptSource:
     name: str | None = None
     """Configuration of the set, if it has several."""
     split: str = "train"
-    """Part of the set that is read and then split; for a known set, train means the set's default part (test for
-    humaneval)."""
+    """Part of the set that is read and then split; for a known set, train means the set's default part."""
     test_split: str | None = None
     """Part of the set used only for test; null: test is taken from `split`, or is the default of a known set."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -105,8 +103,7 @@ class ServerConfig:
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional fields of the request body."""
     api_key_variable: str | None = None
-    """Environment variable whose value is sent as the key. null: OPENAI_API_KEY to https://api.openai.com, and no key
-    to any other address."""
+    """Environment variable of the key. null: OPENAI_API_KEY for https://api.openai.com, no key for other addresses."""
     concurrency: int = 32
     """Requests in flight at once, at each address."""
     num_logprobs: int | None = None
@@ -146,8 +143,7 @@ class DataConfig:
     dir: str = "data/run"
     """Directory of rows, features and manifest."""
     prompts: PromptSource | tuple[PromptSource | str, ...] | str = "stories"
-    """A prompt set: its path, or {path: P, split: S, columns: {prompt: question}}, or a list of such sets with weights.
-    """
+    """A prompt set: its path, or {path: P, split: S, columns: {prompt: question}}; or a list of sets with weights."""
     template: str = "chat"
     """Prompt format: chat (the tokenizer's chat template), plain, or those of SpecDec++: llama2, humaneval, gsm8k."""
     num_train: int | None = 1000
@@ -178,8 +174,7 @@ class DataConfig:
     """Where the target's distribution at each position comes from: the target in this process, or the server's
     log-probabilities. With server no target is loaded; sampling must truncate, and cross_entropy is null."""
     max_error_share: float = 0.05
-    """Largest share of prompts that may fail. A run above it writes everything, then exits with an error;
-    `--retry_errors` tries the failed prompts again."""
+    """Largest share of prompts that may fail; above it a run writes everything, then exits with an error."""
     mixing_ratio: float = 0.15
     """Probability r that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
     mixes: int = 1
@@ -194,11 +189,9 @@ class DataConfig:
     chunk_mb: int = 64
     """Size of one float32 [positions, vocabulary] chunk during labelling; about eight are in memory at once."""
     draft_length: int = 5
-    """With a feature draft, tokens drafted from each position of a response; heads learn from all of them. Other drafts
-    propose one."""
+    """With a feature draft, tokens drafted from each position of a response; other drafts propose one."""
     draft_every: int = 1
-    """With a feature draft, draft at every n-th position of a response only. Neighbouring positions are similar, and
-    time and disk space fall almost by n."""
+    """With a feature draft, draft at every n-th position of a response only; time and disk space fall almost by n."""
     features: tuple[Literal["fed", "drawn"], ...] | None = None
     """Hidden states to store: fed (after the draft has read the token), drawn (those that the token was drawn from).
     null: those that heads.timings and heads.specdec need."""
@@ -236,8 +229,7 @@ class HeadsConfig:
     accept_weight: float = 1.0
     """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
-    """When a token is scored: fed (after the draft reads it, the paper's), drawn (when it is drawn), prefix (before it
-    is drawn), or candidate (when drawn, for trees)."""
+    """When a token is scored: fed (once the draft read it, as in the paper), drawn, prefix (before), candidate (trees)."""
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
     such as [entropy]; text_position is log(1 + response tokens before y)."""
@@ -281,8 +273,7 @@ class DecodeConfig:
     max_new_tokens: int = 128
     """Maximum generation length in tokens, also in traces; their time grows with it."""
     compile: Literal[False, "stop"] = False
-    """stop: compile what follows each draft forward (sampling, signals, head), which takes seconds at the start; works
-    with models of any family."""
+    """stop: compile what follows each draft forward (sampling, signals, head), which takes seconds at the start."""
     num_dev: int = 50
     """Number of prompts for choosing each policy's setting."""
     num_test: int = 50
@@ -296,8 +287,7 @@ class DecodeConfig:
     prompts_per_shard: int = 16
     """Prompts per file of a trace; an interrupted recording continues at the last complete file."""
     draws_per_prompt: int = 1
-    """Independent responses per prompt in a trace. A larger value keeps those already recorded. Confidence intervals
-    resample whole prompts."""
+    """Independent responses per prompt in a trace; a larger value keeps those already recorded."""
     as_recorded: bool = False
     """Take models, sampling, prompts, limits and times from the trace in `decode.dir`. `evaluate`, `replay` and `tune`
     then read a published trace without models or prompts, and record and measure nothing."""
@@ -319,11 +309,9 @@ class DecodeConfig:
     """Seconds per target forward, above 0; set it together with t_draft_s. null: measured in half a minute."""
     stop_share: float | Literal["size", "measured"] = "size"
     """Time of a stop decision (signals, head) relative to a draft step, at `ratios` and given times. size: bytes of the
-    head over bytes of the draft; measured: as on this machine; a number: for the most expensive stop, the others in
-    proportion. Measured times use measured stops."""
+    head over bytes of the draft; measured: on this machine; a number: for the costliest stop, others in proportion."""
     verify_shares: tuple[float, ...] = (0.0, 0.2)
-    """With `evaluate --batch`, at `ratios` and given times: time of each additional verified token relative to a draft
-    step."""
+    """With `evaluate --batch`, at `ratios` and given times: time of each further verified token, in draft steps."""
     ratios: tuple[float, ...] = ()
     """Additional values of t_target / t_draft to evaluate at, as on other hardware."""
 
@@ -339,7 +327,6 @@ class Config:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
     """The heads and their training."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments of pytorch_lightning.Trainer. By default max_epochs follows from the data, and devices is 1; auto takes
-    all devices."""
+    """Arguments of pytorch_lightning.Trainer; by default max_epochs follows from the data, and devices is 1."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Decoding and evaluation."""

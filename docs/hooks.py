@@ -47,11 +47,11 @@ def commands() -> str:
     """Every command with its flags, in the order of use."""
     about = "Every command has `--help`. A command with `--config` also takes every [setting](settings.md) as a flag."
     lines = ["# Commands", "", about, ""]
-    for name, entry in COMMANDS.items():
+    for name, (_, *settings) in COMMANDS.items():
         command = command_of(name)
         lines += [f"## {name}", "", summary_of(command), ""]
         lines += ["```text", usage_of(name, command), "```", ""]
-        if shown := [setting for setting in entry.settings if not setting.startswith("trainer.")]:
+        if shown := [setting for setting in settings if not setting.startswith("trainer.")]:
             links = ", ".join(f"[`{setting}`](settings.md#{_anchor(setting)})" for setting in shown)
             lines += [f"Most important settings: {links}.", ""]
         if options := options_of(command):

@@ -195,7 +195,7 @@ def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
     lines = answer(name, "--help", capsys=capsys).splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
-    module, function = FRONT_COMMANDS[name].target.split(":")
+    module, function = FRONT_COMMANDS[name][0].split(":")
     command, light = getattr(importlib.import_module(module), function), command_of(name)
     # the signature that is read from the source is that of the command
     assert (signature(light).parameters, light.__doc__) == (signature(command).parameters, command.__doc__)

@@ -138,7 +138,7 @@ def test_every_room_has_a_command_in_the_readme_and_every_target_of_make_exists(
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z0-9-]+)", README, re.MULTILINE)) <= targets
     names = {argv[0] for argv, _ in FRONT_COMMANDS} & front.COMMANDS.keys()
-    rooms = {"train.py" if name == "train" else front.COMMANDS[name].target.partition(".")[0] for name in names}
+    rooms = {"train.py" if name == "train" else front.COMMANDS[name][0].partition(".")[0] for name in names}
     assert rooms | {program for program, *_ in COMMANDS} >= PROGRAMS
 
 
