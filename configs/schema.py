@@ -229,7 +229,7 @@ class HeadsConfig:
     accept_weight: float = 1.0
     """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
-    """When a token is scored: fed (once read, as in the paper), drawn, prefix (before it is drawn), candidate (for trees)."""
+    """When a token is scored: fed (once read, the paper's), drawn, prefix (before it is drawn), candidate (trees)."""
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
     such as [entropy]; text_position is log(1 + response tokens before y)."""
