@@ -1,8 +1,9 @@
 """Tables for terminal, JSON, CSV and page; sentences, and the names of written files."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,10 +94,13 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def printing(*, aside: bool) -> Iterator[None]:
-    """Print as ever; `aside`, everything goes to stderr, so that stdout has the JSON document alone."""
-    with redirect_stdout(sys.stderr) if aside else nullcontext():
-        yield
+def printing(json: bool) -> Iterator[Callable[[Any], None]]:
+    """Print as ever, or with `json` only the document that is published, and everything else on stderr."""
+    documents: list[Any] = []
+    with redirect_stdout(sys.stderr) if json else nullcontext():
+        yield documents.append
+    if json:
+        print(*map(dumps, documents))
 
 
 def announce(paths: Iterable[Path]) -> list[str]:

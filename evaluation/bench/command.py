@@ -6,7 +6,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from json import dumps as to_json
 from typing import Any, Literal
 
 import torch
@@ -61,14 +60,13 @@ def bench(
         if value < 1:
             raise ValueError(f"--{name} is {value}; at least 1 is timed")
     document: dict[str, Any] = {"where": where(config), **counts}
-    with printing(aside=json):
+    with printing(json) as publish:
         if sizes is None:
             terms = RaceTerms(num_prompts, num_tokens, policies, families, constants, race)
             document["cells"] = _raced(Race(config, terms), samplings)
         else:
             document |= _in_batches(Experiment(config), sizes, policies, lengths=lengths, **counts)
-    if json:
-        print(to_json(document))
+        publish(document)
     return document
 
 

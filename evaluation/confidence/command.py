@@ -84,7 +84,7 @@ def judge(config: Config, *, json: bool = False) -> None:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")
     heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
     read = partial(_read, data, draft, heads, config.pair.sampling.temperature or 1.0)
-    with printing(aside=json):
+    with printing(json) as publish:
         dev, by_split = read("dev"), {}
         for split in (name for name in data.tested if name.startswith("test")):
             drafts = read(split)
@@ -109,8 +109,7 @@ def judge(config: Config, *, json: bool = False) -> None:
         path = Path(config.decode.dir) / "confidence.json"
         write_atomic(path, dumps(scores, indent=1).encode())
         announce([path])
-    if json:
-        print(dumps(scores))
+        publish(scores)
 
 
 def _cells(score: Mapping[str, Any], measure: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ since) is measured and added.
 
 import sys
 from collections.abc import Mapping
-from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,14 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
         | {"% of a draft step": f"{100 * stop_s / step_s:.1f}"}
         for kind, (stop_s, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
     ]
-    with printing(aside=json):
+    with printing(json) as publish:
         forwards = {name: f"{1e3 * value:.3f}" for name, value in seconds.items()}
         Table("milliseconds per forward in the loop", [forwards], names=0).print()
         Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows).print()
         print(f"kept in {kept_costs(experiment.directory).path}, where evaluate and tune find them")
         say(verdict_of(times))
         print("next: acceptance-heads evaluate --config …")
-    if json:
-        print(to_json(times))
+        publish(times)
 
 
 def verdict_of(times: Mapping[str, Any]) -> str:

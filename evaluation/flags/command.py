@@ -8,7 +8,6 @@ the best fixed length, no speculation, and what the engine lacks: our policies a
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from json import dumps as to_json
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -68,13 +67,12 @@ def flags(
     if sizes and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
-    with printing(aside=json):
+    with printing(json) as publish:
         if from_ is None:
             document = _from_traces(engine, Experiment(config), given, sizes)
         else:
             document = _from_counters(engine, read_counters(from_), given, sizes, is_block=block)
-    if json:
-        print(to_json({"engine": engine.name, "version": engine.version} | document))
+        publish({"engine": engine.name, "version": engine.version} | document)
 
 
 def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, sizes: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from dev, the ratios of times at which the best hierarchy beats the best plain s
 """
 
 from collections.abc import Mapping, Sequence
-from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,14 @@ def hierarchy(
     shares = shares_of(experiment, policies_by_kind(list(heads.values())), {}).of
     loops = {dataset: StoredLoop(experiment, dataset) for dataset in experiment.datasets}
     documents = {}
-    with printing(aside=json):
+    with printing(json) as publish:
         for dataset, loop in loops.items():
             dev, test = play(loop, competitors)
             documents[dataset] = report(dev, test, shares, loop.directory)
         written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
         for dataset, document in documents.items():
             say(f"\n{dataset}. {document['verdict']}" if len(documents) > 1 else f"\n{document['verdict']}")
-    if json:
-        print(to_json({"datasets": documents, "written": written}))
+        publish({"datasets": documents, "written": written})
 
 
 def play(loop: StoredLoop, competitors: Sequence[Competitor]) -> tuple[list[Decoded], list[Decoded]]:

@@ -7,7 +7,6 @@ are predictions, counts times measured or given times (law 4.9), as in the paper
 
 from collections.abc import Callable
 from functools import partial
-from json import dumps as to_json
 from typing import Literal
 
 from configs.paths import check_local
@@ -47,7 +46,7 @@ def paper_tables(
         "hsddw": partial(hsddw_tables, eagle=eagle, repeats=repeats),
     }
     tables_of = {"specdec++": specdec_tables, "svip": svip_tables, **clocked}[paper]
-    with printing(aside=json):
+    with printing(json) as publish:
         tables = tables_of(Experiment(config, needs_micro=paper == "hsddw"))
         for table in tables:
             table.print()
@@ -55,5 +54,4 @@ def paper_tables(
         more = "hierarchy compares more drafters" if paper == "hsddw" else "evaluate compares every policy"
         say(f"\nFigures of {paper}'s tables are {figures}: compare them with one another, not with the paper's.")
         say(f"acceptance-heads {more}.")
-    if json:
-        print(to_json({"paper": paper, "tables": [table.as_dict() for table in tables]}))
+        publish({"paper": paper, "tables": [table.as_dict() for table in tables]})

@@ -59,7 +59,7 @@ def evaluate(
     check_local(transfer_from, "--transfer_from")
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     sizes = sizes_of(batch)
-    with printing(aside=json):
+    with printing(json) as publish:
         experiment = Experiment(config)
         competitors, folder = competitors_with(experiment, experiment.heads), trace_folder(experiment)
         folder.refuse_other()
@@ -76,10 +76,8 @@ def evaluate(
             written.append(_batched(experiment, page, every_times, sizes))
         written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
         write_report(page)
-        document = {"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))}
+        publish({"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))})
         _tell(page.contests, verdict["sentence"])
-    if json:
-        print(to_json(document))
 
 
 def compare_all(

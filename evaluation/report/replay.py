@@ -6,7 +6,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from json import dumps as to_json
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
         for dataset, splits in traces.items()
         for split, part in vars(splits).items()
     ]
-    with printing(aside=json):
+    with printing(json) as publish:
         Table(f"{policy}; {cost.title}", shown(rows, _COLUMNS), names=2).print()
         for row in rows:
             print(f"draft lengths, {row['dataset']} {row['split']}: {lengths_text(row['rounds_by_length'])}")
@@ -78,8 +77,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
                 f"forward, {row['discard_rate']:.2f} drafted tokens discarded per token)."
             )
         print("next: acceptance-heads evaluate --config … sets it beside every other policy, bench on a clock")
-    if json:
-        print(to_json({"policy": policy, "costs": asdict(cost), "played": rows}))
+        publish({"policy": policy, "costs": asdict(cost), "played": rows})
 
 
 def at_costs(policy: Policy, cost: Times) -> Policy:

@@ -41,7 +41,7 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         raise FileNotFoundError(
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
-    with printing(aside=json):
+    with printing(json) as publish:
         folder, competitors = trace_folder(experiment), competitors_with(experiment, experiment.heads, has_heads=True)
         folder.refuse_other()
         times = costs_for(experiment, ratio)
@@ -55,9 +55,8 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
             announce([*_write(experiment, tuned), write_verdict(verdict, experiment.directory)])
         say(f"\n{verdict['sentence']}")
         print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
-    if json:
         rows = [row | {name: row[name]._asdict() for name in ("gain", "auto_gain")} for row in tuned]
-        print(to_json({"costs": asdict(times), "tuned": rows, "verdict": verdict}))
+        publish({"costs": asdict(times), "tuned": rows, "verdict": verdict})
 
 
 def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterator[Path]:

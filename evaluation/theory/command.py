@@ -4,7 +4,6 @@ their means.
 
 from collections.abc import Iterator
 from itertools import product
-from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def theory(
     table, figure = directory / "theory.csv", directory / "chen-figure-1.png"
     pd.DataFrame(rows).to_csv(table, index=False)
     plot_interleaved(figure, rates=rates[:2], costs=costs)
-    with printing(aside=json):
+    with printing(json) as publish:
         Table("tokens per target forward, i.i.d. acceptance", shown(rows, _COLUMNS), names=2).print(_WIDTH)
         Table("SVIP's lower bounds of the acceptance rate", bound_rows).print(_WIDTH)
         Table("the fastest setting of each, by the closed forms", best_rows, names=2).print(_WIDTH)
@@ -67,9 +66,8 @@ def theory(
         fastest = max(best, key=lambda name: best[name][1])
         speed = f"{best[fastest][1]:.2f} times the target alone ({settings[fastest]})"
         say(f"\nBy the closed forms {fastest} is fastest, {speed}.")
-    if json:
         fields = {name: setting | {"speedup": speed} for name, (setting, speed) in best.items()}
-        print(to_json({"forms": rows, "best": fields, "written": written}))
+        publish({"forms": rows, "best": fields, "written": written})
 
 
 def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:

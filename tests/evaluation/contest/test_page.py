@@ -7,10 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from evaluation.clock import clock_table, report_of
 from evaluation.competitor import bounds
-from evaluation.families import family
+from evaluation.families import REPLAYED, family
 from evaluation.report import page as page_module
 from evaluation.report.page import Page, write_report
 from evaluation.report.plots import all_plots, stage_plot
@@ -21,9 +23,18 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 @pytest.fixture(scope="module")
-def page(contest, replays, tmp_path_factory):
+def clocked(contest):
+    """As if every generation of the first test prompts took a second."""
+    runners, num_rows = [result for name, result in contest.results.items() if name not in REPLAYED], 4
+    seconds, agrees = np.ones((len(runners), 1, num_rows, 3)), np.ones(num_rows, dtype=bool)
+    return report_of(seconds, agrees, runners, contest.times, dataset="made", rows=range(num_rows))
+
+
+@pytest.fixture(scope="module")
+def page(contest, replays, clocked, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    write_report(Page(about="a < b", directory=directory, contests={"made": [contest]}, replays={"made": replays}))
+    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}, "clocks": [clocked]}
+    write_report(Page(about="a < b", directory=directory, **of_set))
     return directory / "report.html"
 
 
@@ -42,6 +53,13 @@ def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_th
     assert html.escape(sentence_of(contest)).replace(" %", "&nbsp;%") in text
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
     assert cells(text.split("<main>")[1].split("</table>")[0]) == stage_table(contest).cells
+
+
+def test_the_page_has_what_the_clock_measured(page, clocked):
+    section = page.read_text().split("<h2>On a clock</h2>")[1].split("</table>")
+    assert cells(section[0]) == clock_table(clocked).cells
+    assert html.escape(clocked["about"]) in section[0]
+    assert html.escape(clocked["verdict"]) in section[1]
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):
