@@ -89,8 +89,8 @@ def labelling(config: Config) -> dict[str, Callable[[], Any]]:
     answers = ask(spec, worker.source, tokenizer=worker.tokenizer, data=worker.data, progress=lambda count: None)
 
     def label() -> None:
-        columns = worker.label_and_mix(spec, answers.exchanges, {}, lambda count: None).columns
-        stages.write_files(spec, answers, columns=columns, data=worker.data)
+        labelled = worker.label_and_mix(spec, answers.exchanges, {}, lambda count: None)
+        stages.write_files(spec, answers, labelled, worker.data)
 
     return {"bare": lambda: bare(worker.labeller, answers.exchanges, worker.data.batch_size), "labelling": label}
 

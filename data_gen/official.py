@@ -21,6 +21,7 @@ from torch import Tensor
 
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, PairConfig
+from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import acceptance_prob_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
@@ -89,7 +90,7 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
             spec = ShardSpec(split, start // size, tuple(Prompt(one.id, (one.prompt,)) for one in exchanges))
             columns = _labelled(spec, exchanges, known, worker) | known
             _claim(data.dir, manifest, split, path)  # not before: a refused file leaves no folder
-            stages.write_files(spec, Answers(exchanges, []), columns=columns, data=data)
+            stages.write_files(spec, Answers(exchanges, []), Labelled(columns, {}), data)
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}")
 
 
@@ -97,7 +98,7 @@ def _labelled(
     spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], worker: Worker
 ) -> dict[str, Tensor]:
     """The columns of the draft at the file's draft_ids; ValueError if its log q differs from the file's."""
-    columns, broken = worker.label_and_mix(spec, exchanges, {"draft_ids": known["draft_ids"]}, lambda count: None)
+    columns, broken, *_ = worker.label_and_mix(spec, exchanges, {"draft_ids": known["draft_ids"]}, lambda count: None)
     for number, reason in broken.items():
         raise ValueError(f"{exchanges[number].id}: {reason}, or remove this row from the file")
     difference = float((columns["log_q"] - known["log_q"]).abs().median())

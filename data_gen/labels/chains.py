@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import NUMBERS, label_draft, label_target
 from data_gen.responses.exchange import Exchange, Progress
+from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
 from lm.batch import Continuations, check_branch_length, check_branches
 from lm.features.dspark import DSpark
@@ -59,13 +60,12 @@ class ChainLabeller:
         *,
         timings: Sequence[str],
         progress: Progress,
-    ) -> tuple[Labelled, dict[str, Tensor], list[list[int]]]:
-        """Labels and states of every draft of some responses, [drafted token]; the columns of the rows, [token]: the
-        first step at each position; and the lengths of the drafts of each response. None of them has broken rows.
-        Tokens are drawn with `uniform`, in float64.
+    ) -> Labelled:
+        """Labels and states of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has
+        broken rows. Tokens are drawn with `uniform`, in float64.
         """
         rows, columns = [self._empty(())], [self._empty(timings)]
-        lengths, broken, start = list[list[int]](), dict[int, str](), 0
+        lengths, broken, start = [torch.empty(0, dtype=torch.int64)], dict[int, str](), 0
         for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
             try:
@@ -77,10 +77,12 @@ class ChainLabeller:
                 is_first = owner.diff(prepend=owner[:1] - 1) > 0
                 rows.append({name: steps[name][is_first] for name in rows[0]})
                 columns.append(_selected(steps, is_kept[owner]))
-                lengths.append(owner.bincount()[is_kept].tolist())
+                lengths.append(owner.bincount()[is_kept])
             start = end
             progress(1)
-        return Labelled(_concatenated(columns), broken), _concatenated(rows), lengths
+        layout = Layout(tuple(int(of_row.sum()) for of_row in lengths[1:]))
+        found = _concatenated(columns) | {"draft_lengths": torch.cat(lengths)}
+        return Labelled(found, broken, _concatenated(rows), layout)
 
     @torch.inference_mode()
     def _labelled(

@@ -35,6 +35,10 @@ class Labelled(NamedTuple):
     """[token] of all rows, where values of broken rows are meaningless; [drafted token] of a feature draft."""
     broken: dict[int, str]
     """Row where a model yields a non-finite number -> the reason."""
+    of_rows: dict[str, Tensor] | None = None
+    """Of a feature draft: the columns of the rows, [token], the first step at each position."""
+    layout: Layout | None = None
+    """Of a feature draft: drafted tokens of each response."""
 
 
 @dataclass(frozen=True, kw_only=True)

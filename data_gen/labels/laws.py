@@ -1,7 +1,5 @@
 """Labels of law 4.6 from the logits of both models at the same positions; pure mathematics.
 
-    Y_i ~ q_i                                   under the run's Sampling
-    acceptance_prob_i = min(1, p_i(Y_i) / q_i(Y_i))
     log_p_i = log p_i(Y_i), log_q_i = log q_i(Y_i)             under the run's Sampling; log_p is -inf at p_i(Y_i) = 0
     acceptance_rate_i = sum_v min(p_i(v), q_i(v))              under the run's Sampling
     entropy_i = H(q_i), cross_entropy_i = H(q_i, p_i)          untruncated, temperature 1, in nats (law 4.1)

@@ -1,9 +1,8 @@
 """Several processes make one run: shares of the shards, and slices of a model.
 
-Rank R of N makes shards R, R + N, R + 2N, … of the run's list. A shard's bytes depend only on its index
-(`data_gen.pipeline.stages`), so N processes write what one would. Each process holds the lock of its rank while it
-works, and the directory's lock briefly: to settle the manifest, and when its share is done. The last process to finish
-counts all prompts.
+Rank R of N makes shards R, R + N, R + 2N, … of the run's list. Each process holds the lock of its rank while it works,
+and the directory's lock briefly: to settle the manifest, and when its share is done. The last process to finish counts
+all prompts.
 
 With sliced models (`tp_plan`, under torchrun) every process holds a slice and runs the same forwards. The first
 process, the leader, broadcasts each job with sliced models and its shards. The others make the same shards from the

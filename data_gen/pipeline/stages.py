@@ -25,12 +25,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig, HeadsConfig
+from data_gen.labels.labeller import Labelled
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, sources_of, split_by_id
 from data_gen.responses.exchange import Answers, Exchange, Problem, ShardSpec
 from data_gen.store import rows
 from data_gen.store.manifest import read_manifest
-from data_gen.store.rows import Layout, layout_of
+from data_gen.store.rows import layout_of
 from store.shards import is_whole, read_sidecar, shard_path, sidecar_path, write_shard
 
 _FACTS = Exchange._fields[:5]
@@ -140,21 +141,12 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     return stage in ("respond", "draft") and is_whole(stage_path(spec, data, stage))
 
 
-def write_files(
-    spec: ShardSpec,
-    answers: Answers,
-    *,
-    columns: Mapping[str, Tensor],
-    layout: Layout | None = None,
-    rows_columns: Mapping[str, Tensor] | None = None,
-    data: DataConfig,
-) -> None:
+def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: DataConfig) -> None:
     """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both; the
-    sidecar of the rows has the outcome of every prompt. A feature draft, whose labels are not those of the response
-    tokens, needs `layout` and `rows_columns` too.
+    sidecar of the rows has the outcome of every prompt.
     """
     num_rows, path_in = len(answers.exchanges), partial(shard_path, data.dir, split=spec.split, index=spec.index)
-    layout = layout or layout_of(answers.exchanges)
+    columns, layout = labelled.columns, labelled.layout or layout_of(answers.exchanges)
     sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
     for timing in data.feature_sets:
         content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
@@ -162,8 +154,8 @@ def write_files(
         write_shard(path_in(f"features/{timing}"), content, rows=num_rows * times, tokens=len(columns[timing]))
     content = rows.to_safetensors(columns, layout)
     write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
-    columns, has_sets = rows_columns or columns, len(sources_of(data)) > 1
-    table = rows.to_parquet(answers.exchanges, columns, mixes=data.mixes, has_sets=has_sets)
+    of_rows, has_sets = labelled.of_rows or columns, len(sources_of(data)) > 1
+    table = rows.to_parquet(answers.exchanges, of_rows, mixes=data.mixes, has_sets=has_sets)
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them

@@ -33,7 +33,7 @@ from data_gen.responses.exchange import (
     without,
 )
 from data_gen.responses.text import ResponseFile, Spelling
-from data_gen.responses.top_logprobs import DistributionReader, joined, num_logprobs_of
+from data_gen.responses.top_logprobs import joined, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
 from lm import (
     Pair,
@@ -127,14 +127,11 @@ class Worker:
         """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
-        pair, data, sampling, reader = self.job.pair, self.job.data, self._sampling, None
-        if data.labels == "server":
-            num = num_logprobs_of(sampling, data.server.num_logprobs)
-            reader = DistributionReader(sampling=sampling, num_logprobs=num, num_ids=self._spelling.num_ids)
-        settings: dict[str, Any] = {"model": data.server.model or pair.target.path, "sampling": sampling}
-        return CompletionsServer(
-            data.server, self._spelling, **settings, max_new_tokens=data.max_new_tokens, reader=reader
-        )
+        data, sampling = self.job.data, self._sampling
+        num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
+        settings: dict[str, Any] = {"model": data.server.model or self.job.pair.target.path, "num_logprobs": num}
+        settings |= {"sampling": sampling, "max_new_tokens": data.max_new_tokens}
+        return CompletionsServer(data.server, self._spelling, **settings)
 
     def resize(self, data: DataConfig) -> None:
         """Build the source and the labellers for the batch size and the limits of `data`."""
@@ -203,7 +200,7 @@ class Worker:
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
-        stage, columns, more = self.job.stage, dict[str, Tensor](), dict[str, Any]()
+        stage, columns = self.job.stage, dict[str, Tensor]()
         if self.source is None:
             path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
             answers, columns = stages.answers_in(path), safetensors.torch.load_file(path)
@@ -217,15 +214,17 @@ class Worker:
                 columns = {"p_ids": known.ids, "p_probs": known.probs}
         # all sources but this one count problems with answers themselves
         old = [] if isinstance(self.source, TargetInProcess) else answers.problems
+        labelled = Labelled(columns, {})
         if stage != "respond":
             progress(len(answers.problems))  # they get no labels
-            answers, columns, more = self._labelled(spec, answers, columns, progress)
+            labelled = self._labelled(spec, answers.exchanges, columns, progress)
+            answers = without(spec, answers, labelled.broken)
         if not self.job.writes:
             pass
         elif stage == "respond" or (stage == "draft" and self.data.labels == "target"):
-            stages.save(spec, stage, answers, columns, self.data)
+            stages.save(spec, stage, answers, labelled.columns, self.data)
         else:
-            stages.write_files(spec, answers, columns=columns, data=self.data, **more)
+            stages.write_files(spec, answers, labelled, self.data)
         failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in old]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
@@ -242,31 +241,23 @@ class Worker:
         return answers
 
     def _labelled(
-        self, spec: ShardSpec, answers: Answers, columns: dict[str, Tensor], progress: Progress
-    ) -> tuple[Answers, dict[str, Tensor], dict[str, Any]]:
-        """The answers with new problems, the columns of other rows, and further arguments of `stages.write_files` for
-        a feature draft.
-        """
-        data, exchanges = self.data, answers.exchanges
+        self, spec: ShardSpec, exchanges: Sequence[Exchange], columns: dict[str, Tensor], progress: Progress
+    ) -> Labelled:
+        """The labels of all rows but broken ones."""
+        data = self.data
         if self.chains is not None:
             uniform = uniforms(self._seed(spec, "draft"), layout_of(exchanges).num_tokens, data.draft_length)
-            drafts, rows, lengths = self.chains.label(exchanges, uniform, timings=data.feature_sets, progress=progress)
-            draft_lengths = torch.tensor([length for row in lengths for length in row], dtype=torch.int64)
-            more = {"layout": Layout(tuple(map(sum, lengths))), "rows_columns": rows}
-            return without(spec, answers, drafts.broken), drafts.columns | {"draft_lengths": draft_lengths}, more
+            return self.chains.label(exchanges, uniform, timings=data.feature_sets, progress=progress)
         if self.job.stage == "target":
             inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
             labelled = self.labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
-            columns |= labelled.columns
+            labelled = labelled._replace(columns=columns | labelled.columns)
         else:
             states = [exchange.states for exchange in exchanges if exchange.states is not None]
             if states and len(states) == len(exchanges):  # responses of an earlier run have none
                 columns["target_states"] = torch.cat(states)
             labelled = self.label_and_mix(spec, exchanges, columns, progress)
-            columns = labelled.columns
-        if labelled.broken:
-            columns = self._without(list(labelled.broken), layout_of(exchanges), columns)
-        return without(spec, answers, labelled.broken), columns, {}
+        return self._without_broken(labelled, layout_of(exchanges)) if labelled.broken else labelled
 
     def label_and_mix(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
@@ -278,7 +269,7 @@ class Worker:
         data, layout = self.data, layout_of(exchanges)
         uniform = uniforms(self._seed(spec, "draft"), layout.num_tokens)
         coins = uniforms(self._seed(spec, "mixing"), layout.num_tokens * data.mixes)
-        columns, broken = self.labeller.label(
+        columns, broken, *_ = self.labeller.label(
             exchanges, {"uniform": uniform, **known}, with_hidden="drawn" in data.feature_sets, progress=progress
         )
         columns["from_target"] = coins < data.mixing_ratio
@@ -297,12 +288,12 @@ class Worker:
     def _seed(self, spec: ShardSpec, stage: str) -> int:
         return seed_of(self.data.seed, stage, spec.split, spec.index)
 
-    def _without(self, broken: list[int], layout: Layout, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The columns without some rows."""
+    def _without_broken(self, labelled: Labelled, layout: Layout) -> Labelled:
         once = torch.ones(layout.num_tokens, dtype=torch.bool)
-        once[layout.positions(broken)] = False
+        once[layout.positions(list(labelled.broken))] = False
         repeated = once[layout.order(self.data.mixes)]
-        return {name: values[repeated if name in _OF_EVERY_MIXING else once] for name, values in columns.items()}
+        kept = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
+        return labelled._replace(columns={name: values[kept[name]] for name, values in labelled.columns.items()})
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:

@@ -2,12 +2,9 @@
 and the target's distributions from their log-probabilities (`data_gen.responses.top_logprobs`).
 
 One event loop in a thread makes all requests, while this process labels. Each server has data.server.concurrency slots,
-and a request takes the next free one. A server that stops answering, after the client library's retries (refused
-connections, time-outs, 429, 5xx), is left out, and the others take over its requests; when none is left, or nearly
-every answer is invalid, the run stops and keeps its finished shards. A request that a server answers with 400, 422 or
-500, or with one invalid answer, becomes that row's problem. Seeds belong to requests, so results do not depend on which
-server answers, if servers answer alike. Servers differ in how they take `top_k`, and in whether they sample at all:
-`server.kind` names the dialect.
+and a request takes the next free one. docs/servers.md says when a server is left out, a request becomes a problem, and
+the run stops. Servers differ in how they take `top_k`, and in whether they sample at all: `server.kind` names the
+dialect.
 
 The distributions along an existing response come from `prompt_logprobs` of prompt + X_<n, and the last one from the
 token that the server generates after it: one forward, as in this process.
@@ -40,7 +37,7 @@ from data_gen.responses.exchange import (
     in_order,
 )
 from data_gen.responses.text import Spelling
-from data_gen.responses.top_logprobs import DistributionReader
+from data_gen.responses.top_logprobs import distributions_of
 from lm import Sampling
 from lm.draws import seed_of
 
@@ -64,7 +61,7 @@ _Positions = list[dict[int, float]]
 
 
 class GoneError(ValueError):
-    """A server does not answer: refused connections, time-outs, 502 to 504."""
+    """A server does not answer, after the client library's retries: refused connections, time-outs, 502 to 504."""
 
 
 def _key_for(url: str, variable: str | None) -> str:
@@ -180,21 +177,21 @@ class CompletionsServer:
         model: str,
         sampling: Sampling,
         max_new_tokens: int,
-        reader: DistributionReader | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
-        """Check the sampling, and that several servers answer, with distributions if there is a `reader`."""
+        """Check the sampling, and that several servers answer, with distributions if there are `num_logprobs`."""
         self._latest = LatestRows()
-        self.server, self.spelling, self.reader = server, spelling, reader
+        self.server, self.spelling, self.sampling, self.num_logprobs = server, spelling, sampling, num_logprobs
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
         )
         extra_body = self.settings.get("extra_body", {})
-        if reader is not None:
-            self.settings["logprobs"] = reader.num_logprobs
+        if num_logprobs is not None:
+            self.settings["logprobs"] = num_logprobs
             extra_body |= {"return_tokens_as_token_ids": True}
         self.settings["extra_body"] = extra_body | server.extra
         self.servers = Servers(server, model=model)
-        if reader is not None or len(server.urls) > 1:
+        if num_logprobs is not None or len(server.urls) > 1:
             self._try_each()
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
@@ -213,8 +210,7 @@ class CompletionsServer:
         """Existing responses with the target's distributions at their positions, from one forward over everything
         before the last token; ValueError as `respond`.
         """
-        assert self.reader is not None
-        num = self.reader.num_logprobs
+        num = self.num_logprobs
         extra_body = self.settings["extra_body"] | {"top_k": -1, "prompt_logprobs": num}
         settings = {"max_tokens": 1, "temperature": 1.0, "logprobs": num, "seed": 0, "extra_body": extra_body}
 
@@ -259,11 +255,11 @@ class CompletionsServer:
         first = Request("", "one", self.spelling.tokenizer("one")["input_ids"])
         body = self._body(first) | {"seed": 0, "max_tokens": 1}
         for url in self.server.urls:
-            hint = "" if self.reader is None else f"; start the server with --max-logprobs {self.reader.num_logprobs}"
+            hint = "" if self.num_logprobs is None else f"; start the server with --max-logprobs {self.num_logprobs}"
             try:
                 answer = self.servers.run(self.servers.ask_at(url, body))
                 hint = ""
-                if self.reader is not None:
+                if self.num_logprobs is not None:
                     self._check_raw(url, body, _positions(_choice(answer)))
             except RefusedError as error:
                 raise ValueError(f"{url} failed at its first request: {error}{hint}") from error
@@ -288,7 +284,7 @@ class CompletionsServer:
         """The distributions at the positions of these tokens; None: a token that the server has not seen. `are_drawn`:
         the server drew the tokens, so none may have probability 0.
         """
-        assert self.reader is not None
+        assert self.num_logprobs is not None
         if len(positions) != len(tokens):
             raise RefusedError(f"the server returned log-probabilities at {len(positions)} of {len(tokens)} positions")
         for number, (logprobs, token) in enumerate(zip(positions, tokens, strict=True)):
@@ -301,7 +297,8 @@ class CompletionsServer:
                     "belong to another position or another response"
                 )
         drawn = [token for token in tokens if token is not None] if are_drawn else None
-        return self.reader.distributions(positions, drawn)
+        of_run = {"num_logprobs": self.num_logprobs, "num_ids": self.spelling.num_ids}
+        return distributions_of(positions, self.sampling, **of_run, drawn=drawn)
 
     def _body(self, request: Request) -> dict[str, Any]:
         """The request's body, from which the server reads exactly `prompt_ids`."""
@@ -329,7 +326,7 @@ class CompletionsServer:
         limit, ids = self.settings["max_tokens"], answer.response_ids
         if len(ids) > limit + (reason == "stop"):
             raise RefusedError(f"the server returned {len(ids)} tokens, more than the requested {limit}")
-        if self.reader is None:
+        if self.num_logprobs is None:
             return answer
         return answer._replace(distributions=self._distributions(_positions(choice), ids, are_drawn=True))
 

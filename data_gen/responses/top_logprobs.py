@@ -3,11 +3,8 @@ server returns for each position of a response. The result is p itself or a `Ref
 approximation.
 
 A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a constant per
-position. Given the N likeliest, over the tokenizer's ids alone (law 4.1):
-
-    greedy         the likeliest token; of several that are equally likely, the one with the least id
-    top-k < N      softmax of the k likeliest over temperature, at any temperature, and top-p of that, if there is one
-    no top-k       refused: every token of the vocabulary counts
+position, to which law 4.1 is applied over the tokenizer's ids alone. docs/servers.md lists the samplings that the N
+likeliest determine. Of equally likely tokens greedy takes the one with the least id.
 
 Equally likely tokens are kept or cut together (as in transformers and vLLM). So k tokens are known to be the k
 likeliest only if the k-th is likelier than the last of the N, which needs N > k. Ids beyond the tokenizer's, in a
@@ -18,7 +15,6 @@ A drawn token outside the N likeliest is returned in addition to them, and ignor
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,45 +58,41 @@ def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
     return num
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistributionReader:
-    """Turns log-probabilities into distributions."""
-
-    sampling: Sampling
-    num_logprobs: int
-    """N, of `num_logprobs_of`."""
-    num_ids: int
-    """One more than the tokenizer's largest id."""
-
-    def distributions(
-        self, positions: Sequence[Mapping[int, float]], drawn: Sequence[int] | None = None
-    ) -> Distributions:
-        """The distributions from {token id: log-probability} at each position. `drawn`: the tokens that the server drew
-        there. RefusedError if a distribution does not follow, or gives its token probability 0.
-        """
-        ids, values = _likeliest(positions, self.num_logprobs)
-        mass = values.exp().sum(-1)
-        lacks = torch.tensor([len(logprobs) < self.num_logprobs for logprobs in positions]).bool()
-        _refuse(~(mass > 0), "no token has any mass")
-        _refuse(mass > 1 + _SUM_ERROR, f"their probabilities sum to more than 1; {_RAW}")
-        _refuse(~lacks & (values[:, -1] <= _MINUS_INFINITY), f"they are of truncated distributions; {_RAW}")
-        is_all = lacks & (mass > 1 - _SUM_ERROR)
-        _refuse(lacks & ~is_all, f"the server returned fewer than {self.num_logprobs}; {_MORE}")
-        last = values[:, -1].masked_fill(is_all, -torch.inf)
-        values = values.masked_fill(ids >= self.num_ids, -torch.inf)
-        num = 1 if self.sampling.is_greedy else self.sampling.top_k
-        assert num is not None, "num_logprobs_of refuses such a sampling"
-        least = values.topk(min(num, self.num_logprobs), dim=-1).values[:, -1]
-        _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
-        probs = self.sampling.probs(values, torch.float64)
-        if drawn is not None:  # equally likely tokens may fall on either side of a limit
-            of_drawn = [logprobs[token] for logprobs, token in zip(positions, drawn, strict=True)]
-            least = values.masked_fill(probs == 0, torch.inf).amin(-1)
-            _refuse(torch.tensor(of_drawn, dtype=torch.float64) < least, _IMPOSSIBLE)
-        probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        width = int((probs > 0).sum(-1).max()) if len(probs) else 0
-        ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
-        return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
+def distributions_of(
+    positions: Sequence[Mapping[int, float]],
+    sampling: Sampling,
+    *,
+    num_logprobs: int,
+    num_ids: int,
+    drawn: Sequence[int] | None = None,
+) -> Distributions:
+    """The distributions from {token id: log-probability} at each position, N of `num_logprobs_of` there, over ids below
+    `num_ids`. `drawn`: the tokens that the server drew there. RefusedError if a distribution does not follow, or gives
+    its token probability 0.
+    """
+    ids, values = _likeliest(positions, num_logprobs)
+    mass = values.exp().sum(-1)
+    lacks = torch.tensor([len(logprobs) < num_logprobs for logprobs in positions]).bool()
+    _refuse(~(mass > 0), "no token has any mass")
+    _refuse(mass > 1 + _SUM_ERROR, f"their probabilities sum to more than 1; {_RAW}")
+    _refuse(~lacks & (values[:, -1] <= _MINUS_INFINITY), f"they are of truncated distributions; {_RAW}")
+    is_all = lacks & (mass > 1 - _SUM_ERROR)
+    _refuse(lacks & ~is_all, f"the server returned fewer than {num_logprobs}; {_MORE}")
+    last = values[:, -1].masked_fill(is_all, -torch.inf)
+    values = values.masked_fill(ids >= num_ids, -torch.inf)
+    num = 1 if sampling.is_greedy else sampling.top_k
+    assert num is not None, "num_logprobs_of refuses such a sampling"
+    least = values.topk(min(num, num_logprobs), dim=-1).values[:, -1]
+    _refuse((least <= last) & ~is_all, f"others may be as likely as number {num}; {_MORE}")
+    probs = sampling.probs(values, torch.float64)
+    if drawn is not None:  # equally likely tokens may fall on either side of a limit
+        of_drawn = [logprobs[token] for logprobs, token in zip(positions, drawn, strict=True)]
+        least = values.masked_fill(probs == 0, torch.inf).amin(-1)
+        _refuse(torch.tensor(of_drawn, dtype=torch.float64) < least, _IMPOSSIBLE)
+    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    width = int((probs > 0).sum(-1).max()) if len(probs) else 0
+    ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
+    return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
 
 def joined(distributions: Sequence[Distributions | None]) -> Distributions:

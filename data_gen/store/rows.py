@@ -1,36 +1,18 @@
 """A shard on disk: rows for readers in Parquet, and labels for heads in safetensors.
 
-rows/SPLIT-NNNNN.parquet has one row per response, with per-position columns as lists:
-
-    id, prompt, finish_reason            strings; finish_reason is stop, length or null
-    prompt_ids, response_ids, draft_ids  lists of int32
-    acceptance_prob, log_p, log_q, acceptance_rate
-                                         lists of float16, one number per response token
-    entropy, cross_entropy               the same as float32, rounded to 15 bits of mantissa
-    from_target                          list of bool; with mixes > 1 a list of such lists, one per mix
-    set                                  the name of the prompt set; only if there are several
+docs/files.md has the columns of rows/*.parquet, one row per response, and the tensors of labels/ and features/, which
+have every number exactly. Beyond it:
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
-is null. float16 moves an acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the
-entropies keep 2^-16, because their difference is a divergence near zero. `read_rows` returns float32. The sidecar lists
-the problems, the prompts without a row: ok + error + skipped = input.
+is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's. With mixes > 1
+from_target is a list of lists, one per mix. float16 moves an acceptance_prob or rate by less than 0.0003, and a log
+probability near -8 by 0.004; the entropies, float32 rounded to 15 bits of mantissa, keep 2^-16, because their
+difference is a divergence near zero. `read_rows` returns float32. The sidecar lists the problems, the prompts without a
+row: ok + error + skipped = input.
 
-labels/SPLIT-NNNNN.safetensors has every number exactly and once:
-
-    token [token] int32            Y_i
-    acceptance_prob, target_prob (p_i(Y_i)), log_q, every scalar of `stored_scalars`, acceptance_rate
-                                   [token] float32, numbers of Y_i
-    row_offsets [rows + 1] int64   where each response starts
-    is_drafted [token of every mixing] bool
-                                   true where Z_i came from Y, so where fed-time heads take the loss; mixings of a
-                                   response are neighbours
-
-features/TIMING/SPLIT-NNNNN.safetensors has the tensor `hidden` [token, hidden] in data.feature_dtype: `drawn` are the
-states that produced q_i, over prompt + X_<i; `fed` are those after prompt + Z_<=i was fed, in the order of is_drafted.
-
-acceptance_rate is absent from a sequential run whose labels are the target's. With a feature draft
-(`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted, and one
-more tensor: draft_lengths [draft] int64.
+Tensors are float32, `token` int32, offsets and lengths int64. `drawn` states produced q_i, over prompt + X_<i; `fed`
+are those after prompt + Z_<=i was fed, in the order of is_drafted, which is true where Z_i came from Y. With a feature
+draft (`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
 """
 
 from bisect import bisect_right

@@ -46,8 +46,12 @@ def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int 
     how |= {"chunk_mb": 64, "feature_dtype": torch.float64, "sampling": WARM}
     labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), **how)
     drafts = labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
-    (columns, broken), rows, lengths = drafts
-    return SimpleNamespace(columns=columns, broken=broken, rows=rows, lengths=lengths)
+    lengths, left = [], drafts.columns.pop("draft_lengths").tolist()
+    for num_tokens in drafts.layout.lengths:
+        lengths.append([])
+        while sum(lengths[-1]) < num_tokens:
+            lengths[-1].append(left.pop(0))
+    return SimpleNamespace(columns=drafts.columns, broken=drafts.broken, rows=drafts.of_rows, lengths=lengths)
 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:

@@ -18,8 +18,8 @@ from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import responses
 from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Job
-from data_gen.responses.exchange import RefusedError
-from data_gen.responses.top_logprobs import DistributionReader, num_logprobs_of
+from data_gen.responses.exchange import Distributions, RefusedError
+from data_gen.responses.top_logprobs import distributions_of, num_logprobs_of
 from data_gen.store.manifest import read_manifest
 from lm import Sampling
 from tests.cases import first_fast
@@ -305,8 +305,8 @@ def dense(distributions) -> torch.Tensor:
     return torch.zeros(len(distributions.ids), NUM_IDS).scatter_add_(-1, distributions.ids.long(), distributions.probs)
 
 
-def reader(sampling: Sampling, num: int) -> DistributionReader:
-    return DistributionReader(sampling=sampling, num_logprobs=num, num_ids=NUM_IDS)
+def read(positions: list[dict[int, float]], sampling: Sampling, num: int) -> Distributions:
+    return distributions_of(positions, sampling, num_logprobs=num, num_ids=NUM_IDS)
 
 
 READ_SAMPLINGS = [Sampling(temperature=0), Sampling(top_k=50), Sampling(temperature=0.6, top_k=50)]
@@ -317,14 +317,14 @@ READ_SAMPLINGS += [Sampling(temperature=1.7, top_k=20), Sampling(temperature=0.8
 @pytest.mark.parametrize("width", [NUM_IDS, NUM_PADDED])
 def test_the_law_is_that_of_all_logits(sampling, width):
     logits = logits_of(width=width)
-    distributions = reader(sampling, 64).distributions(tops(logits, 64))
+    distributions = read(tops(logits, 64), sampling, 64)
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
 
 
 def test_of_equals_greedy_takes_the_least_as_argmax_does():
     logits = logits_of(1)
     logits[:, [3, 9, 200]] = 50.0
-    distributions = reader(Sampling(temperature=0), 15).distributions(tops(logits, 15))
+    distributions = read(tops(logits, 15), Sampling(temperature=0), 15)
     assert (distributions.ids.tolist(), distributions.probs.tolist()) == ([[3]], [[1.0]])
 
 
@@ -335,7 +335,7 @@ def test_equals_around_the_kth_place_are_kept_together_or_the_law_is_refused(tem
     num_determined = 0
     for place in range(len(logits)):
         try:
-            distributions = reader(sampling, 52).distributions(tops(logits[place : place + 1], 52))
+            distributions = read(tops(logits[place : place + 1], 52), sampling, 52)
         except RefusedError:
             assert (logits[place] >= logits[place].topk(52).values[-1]).sum() >= 52
             assert logits[place].topk(52).values[-1] == logits[place].topk(50).values[-1]
@@ -349,10 +349,10 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
     logits = logits_of(3, width=NUM_PADDED)
     logits[:, NUM_IDS : NUM_IDS + 10] = 30.0
     sampling = Sampling(top_k=50)
-    distributions = reader(sampling, 64).distributions(tops(logits, 64))
+    distributions = read(tops(logits, 64), sampling, 64)
     torch.testing.assert_close(dense(distributions), sampling.probs(logits[:, :NUM_IDS]), rtol=1e-5, atol=1e-7)
     with pytest.raises(RefusedError, match=r"others may be as likely as number 50; raise data\.server"):
-        reader(sampling, 59).distributions(tops(logits, 59))
+        read(tops(logits, 59), sampling, 59)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_padded_ids_among_the_likeliest_are_made_up_for_or_the_law_is_refused():
 )
 def test_what_does_not_determine_the_law_is_refused_with_the_place(sampling, positions, reason):
     with pytest.raises(RefusedError, match=reason):
-        reader(sampling, 64).distributions(positions)
+        read(positions, sampling, 64)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.text import Spelling
-from data_gen.responses.top_logprobs import DistributionReader, joined
+from data_gen.responses.top_logprobs import joined
 from lm import Pair, Sampling
 from lm.draws import uniforms
 from tests.serve.vllm.laws import law_of
@@ -94,8 +94,8 @@ def _wait(process: subprocess.Popen, port: int, log: Path) -> None:
     raise AssertionError(f"vLLM is not ready after {START_S} s, or has ended: {log.read_text()[-2000:]}")
 
 
-def source_of(server: ServerConfig, pair: Pair, sampling: Sampling, reader: DistributionReader | None = None):
-    how = {"model": "target", "sampling": sampling, "max_new_tokens": NUM_TOKENS, "reader": reader}
+def source_of(server: ServerConfig, pair: Pair, sampling: Sampling, num_logprobs: int | None = None):
+    how = {"model": "target", "sampling": sampling, "max_new_tokens": NUM_TOKENS, "num_logprobs": num_logprobs}
     return CompletionsServer(server, Spelling(pair.tokenizer, pair.eos_ids), **how)
 
 
@@ -123,8 +123,7 @@ def test_a_server_that_reads_two_bos_is_told_apart(server, pair, requests):
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.text)
 def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair, requests, sampling):
     """Those that come with a response, and those of `prompt_logprobs`."""
-    reader = DistributionReader(sampling=sampling, num_logprobs=100, num_ids=pair.vocab_size)
-    source = source_of(server, pair, sampling, reader)
+    source = source_of(server, pair, sampling, 100)
     answers = source.respond(requests, 0, lambda count: None)
     pairs = zip(requests, answers, strict=True)
     exchanges = [Exchange(*request, answer.response_ids, answer.finish_reason) for request, answer in pairs]
