@@ -24,7 +24,7 @@ class HeadSpec:
 
 def grid(config: HeadsConfig) -> list[HeadShape]:
     """The shapes of a sweep, in the order of the config; each has a head for every reject weight. ValueError for empty
-    axes; invalid depths, timings, scalars or weights; repeated values; prefix heads that could only read the token.
+    axes; invalid depths, timings or scalars; repeated values; prefix heads that could only read the token.
     """
     for name in ("timings", "scalars", "embeddings", "normalised", "depths", "architectures", "reject_weights"):
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
@@ -32,8 +32,6 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
             raise ValueError(f"heads.{name} is empty, so the sweep has no heads; name at least one value")
         if len(set(values)) != len(values):
             raise ValueError(f"heads.{name} is {values}; name each value once")
-    if wrong := [weight for weight in (*config.reject_weights, config.accept_weight) if not 0 < weight < float("inf")]:
-        raise ValueError(f"heads.reject_weights or heads.accept_weight has {wrong[0]}; use a positive number")
     axes = product(config.timings, config.scalars, config.embeddings, config.normalised)
     combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]

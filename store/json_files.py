@@ -13,18 +13,15 @@ Key = Mapping[str, Any]
 
 def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
     """The object in a JSON file; ValueError, ended by `remedy`, if it is no complete object or lacks one of `keys`."""
-    return _parsed(path.read_bytes(), str(path), remedy, keys)
-
-
-def _parsed(text: bytes, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: invalid JSON ({error}); {remedy}") from error
-    return _checked(value, source, remedy, keys)
+    return _checked(path.read_bytes(), str(path), remedy, keys)
 
 
 def _checked(value: Any, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """`value`, or the value that is encoded in these bytes, if it is an object with these keys."""
+    try:
+        value = json.loads(value) if isinstance(value, bytes) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source}: invalid JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{source}: expected a JSON object, got {type(value).__name__}; {remedy}")
     if missing := [key for key in keys if key not in value]:
@@ -51,7 +48,7 @@ class KeyedStore:
         entries = {}
         for number, line in enumerate(self._complete_lines().splitlines(), start=1):
             source = f"{self.path}:{number}"
-            entry = _parsed(line, source, self._remedy, ("key", "value"))
+            entry = _checked(line, source, self._remedy, ("key", "value"))
             key = _checked(entry["key"], source, self._remedy)
             entries[_canonical(key)] = key, _checked(entry["value"], source, self._remedy, self._fields)
         return list(entries.values())

@@ -38,7 +38,7 @@ class Bar(tqdm):
     ) -> None:
         """Arguments are tqdm's: `desc` is the work, such as "replay: tiny", `total` the number of units if known."""
         self._log = None if sys.stderr.isatty() else sys.stderr
-        self._tenth, self._last_line = -1, ""
+        self._tenth, self._last_count = -1, ""
         self._last_line_s = self._last_refresh_s = time.monotonic()
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
@@ -61,22 +61,15 @@ class Bar(tqdm):
         """Redraw the bar, or write a line to the log if one is due; `msg` and `pos` are tqdm's."""
         if self._log is None:
             return super().display(msg, pos)
-        tenth = int(10 * self.n / self.total + 1e-9) if self.total else 0
+        tenth, count = int(10 * self.n / self.total + 1e-9) if self.total else 0, f"{self.n:.0f}"
         is_quiet = time.monotonic() - self._last_line_s > _QUIET_S
-        if tenth > self._tenth or is_quiet:
-            self._tenth, self._last_line_s = tenth, time.monotonic()
-            self._write(repeat=is_quiet)
+        if is_quiet or (tenth > self._tenth and count != self._last_count):
+            self._last_count, self._last_line_s = count, time.monotonic()
+            print(self, file=self._log, flush=True)
+        self._tenth = max(self._tenth, tenth)
         return True
 
     def close(self) -> None:
         """End the bar; a log gets its final count, if it has not been written."""
-        if self._log is not None and not self.disable:
-            self._write()
-            self._last_line_s = float("inf")
-        super().close()
-
-    def _write(self, *, repeat: bool = False) -> None:
-        line = f"{self.desc}{self.n:.0f}"
-        if self._log is not None and (repeat or line != self._last_line):
-            self._last_line = line
-            print(self, file=self._log, flush=True)
+        self._tenth, self._last_line_s = -1, float("inf")
+        super().close()  # which displays it once more

@@ -6,8 +6,7 @@
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
 Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
-A process that is killed leaves a complete shard or one that the next run makes again. Every command that reads shards
-first compares each with its sidecar (`check_sums`), so that a corrupted one is reported at the start, not hours later.
+A command first compares its shards with their sidecars (`check_sums`), to report corruption at the start.
 """
 
 import errno

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -34,16 +34,13 @@ _CACHED_BLOCKS = 2 * POOL_SIZE + 1
 """Blocks whose labels are cached: batches that are read at the same time can come from two pools."""
 
 
-class Item(NamedTuple):
-    """Where a response is: its shard, and its row there."""
-
-    shard: int
-    row: int
+Item = tuple[int, int]
+"""Where a response is: its shard, and its row there."""
 
 
 def in_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
     """Every response once, in stored order; `lengths` are the tokens of each response of each shard."""
-    return [Item(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
+    return [(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
 
 
 def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iterator[Item]:
@@ -51,7 +48,8 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
 
     def tokens(item: Item) -> int:
-        return lengths[item.shard][item.row]
+        shard, row = item
+        return lengths[shard][row]
 
     def pairs(block: Sequence[Item]) -> list[list[Item]]:
         """The longest response with the shortest and so on; 9, 1, 5, 7 and 3 tokens: [9, 1], [7, 3], [5], shuffled."""
@@ -61,7 +59,7 @@ def shuffled(lengths: Sequence[Sequence[int]], *, seed: int, epoch: int) -> Iter
         return [paired[i] for i in torch.randperm(count, generator=generator).tolist()]
 
     blocks = [
-        [Item(shard, row) for row in range(start, min(start + BLOCK_SIZE, len(of_shard)))]
+        [(shard, row) for row in range(start, min(start + BLOCK_SIZE, len(of_shard)))]
         for shard, of_shard in enumerate(lengths)
         for start in range(0, len(of_shard), BLOCK_SIZE)
     ]
@@ -92,13 +90,13 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
     def rows_of(item: Item, timing: str) -> list[Row]:
-        block, offset = divmod(item.row, BLOCK_SIZE)
-        return block_rows(item.shard, block)[timing][offset]
+        shard, (block, offset) = item[0], divmod(item[1], BLOCK_SIZE)
+        return block_rows(shard, block)[timing][offset]
 
     def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:
         rows = {timing: [row for item in items for row in rows_of(item, timing)] for timing in shards[0].states}
         if not items:  # a row without tokens has the shapes and dtypes of the others
-            first = next(Item(number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
+            first = next((number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
             rows = {timing: [rows_of(first, timing)[0].without_tokens()] for timing in rows}
         if shards[0].texts:
             return rows

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ class FeatureData(pl.LightningDataModule):
         paths = {split: self._paths(split) for split in splits}
         if is_first_process():  # the others start later, or wait for it
             shards = [of_shard for of_split in paths.values() for of_shard in of_split]
-            check_sums([path for of_shard in shards for path in of_shard.values()], check=self._check)
+            check = partial(check_numbers, columns=self.columns, width=self.hidden_size)
+            check_sums([path for of_shard in shards for path in of_shard.values()], check=check)
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
 
     def train_dataloader(self) -> BatchLoader:
@@ -88,7 +89,7 @@ class FeatureData(pl.LightningDataModule):
         if self.trainer:
             settings["process"] = self.trainer.global_rank, self.trainer.world_size
         if only:
-            settings["is_included"] = lambda item: self._sets[split][item.shard][item.row] == only
+            settings["is_included"] = lambda item: self._sets[split][item[0]][item[1]] == only
         return BatchLoader(block_reader(shards), lengths, **settings)
 
     def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
@@ -109,10 +110,6 @@ class FeatureData(pl.LightningDataModule):
         splits = ("dev", "test") if isinstance(self.manifest["prompts"], list) else ()
         paths = {split: list_shards(self.data.dir, split) for split in splits}
         return {name: [read_rows(path, ("set",))["set"].to_pylist() for path in each] for name, each in paths.items()}
-
-    def _check(self, path: Path) -> None:
-        if path.suffix != ".parquet":
-            check_numbers(path, self.columns, width=self.hidden_size)
 
     def _paths(self, split: str) -> list[dict[str, Path]]:
         """The files of each shard of a split, by folder: labels, hidden states unless the draft computes them, and rows

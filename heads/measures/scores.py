@@ -143,7 +143,7 @@ def recalibrated(
     slope, offset = map(float, fit_logistic(observe(head.calibrated_logit(logit)[None], acceptance_prob[None])))
     plain = replace(head.provenance, accept_weight=1.0, reject_weight=1.0, calibration_temperature=1.0)
     fitted = AcceptanceHead.from_config(head.config | asdict(plain))
-    scale = slope / head.temperature
+    scale = slope / head.provenance.calibration_temperature
     weights = {name: scale * t if name.startswith(("out.", "skip.")) else t for name, t in head.state_dict().items()}
     weights["out.bias"] = weights["out.bias"] + scale * head.calibration_shift + offset
     fitted.load_state_dict(weights)

@@ -87,7 +87,8 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
     if weight[:, width:].any():
         remedy = "train the head for a draft whose Markov head is vanilla"
         raise ValueError(f"{size}, but engines pass a confidence head only the first {width} numbers; {remedy}")
-    return weight[:, :width] / head.temperature, (head.out.bias.detach() + head.calibration_shift) / head.temperature
+    weight = weight[:, :width] / head.provenance.calibration_temperature
+    return weight, head.calibrated_logit(head.out.bias.detach())
 
 
 def _card(head: AcceptanceHead, name: str, source: Path) -> str:

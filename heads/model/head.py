@@ -148,9 +148,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Args:
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
-            timing: fed, drawn, prefix or candidate.
-            scalars: also read (log q(y), H(q)), or H(q) alone for a prefix head, or scalars by name
-                (`lm.signals`), in this order.
+            scalars: also read (log q(y), H(q)), or H(q) alone for a prefix head, or scalars by name, in this order.
             embedding: also read the draft's input embedding of the token (of width hidden_size).
             is_normalised: normalise hidden state and embedding to mean 0 and variance 1 first (not in the paper).
             architecture: key of `heads.model.formula.ARCHITECTURES`.
@@ -165,7 +163,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         self.shape_name = str(HeadShape(timing, self.inputs, depth, architecture))
         self.provenance = provenance or Provenance()
-        num_inputs = self.inputs.width(hidden_size)
+        num_inputs = len(self.inputs.scalars) + hidden_size * self.inputs.embedding
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
         self.blocks = nn.ModuleList([architecture_of(architecture).block(hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
@@ -203,18 +201,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """ln(w_rej / w_acc), which undoes the loss weights."""
         return math.log(self.provenance.reject_weight / self.provenance.accept_weight)
 
-    @property
-    def temperature(self) -> float:
-        """The calibration temperature fitted on dev."""
-        return self.provenance.calibration_temperature
-
     def calibrated_logit(self, logit: Any) -> Any:
         """(logit + shift) / temperature, for a float, an array or a tensor."""
-        return (logit + self.calibration_shift) / self.temperature
-
-    def raw(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
-        """sigmoid(logit): the probability that the paper's thresholds apply to."""
-        return logit.sigmoid()
+        return (logit + self.calibration_shift) / self.provenance.calibration_temperature
 
     def calibrated(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
         """sigmoid(calibrated_logit): an estimate of acceptance_prob."""
@@ -263,12 +252,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *, map_location: str | torch.device = "cpu", **download: Any
     ) -> "AcceptanceHead":
-        """A head from a directory or from the hub (owner/name), read strictly from safetensors.
-
-        Args:
-            pretrained_model_name_or_path: the head's directory, or its hub id.
-            map_location: device of the head.
-            download: revision, token and other arguments of `huggingface_hub.snapshot_download`.
+        """A head from a directory or from the hub (owner/name), read strictly from safetensors; `download` has revision,
+        token and other arguments of `huggingface_hub.snapshot_download`.
 
         Raises:
             FileNotFoundError: no head there, or a file is missing.

@@ -75,10 +75,6 @@ class Inputs(NamedTuple):
         """The argument `scalars` alone."""
         return torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
 
-    def width(self, hidden_size: int) -> int:
-        """Numbers per token."""
-        return len(self.scalars) + hidden_size * self.embedding
-
     def concatenated(
         self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
     ) -> Float[Tensor, "*tokens input"] | None:

@@ -64,8 +64,8 @@ class Sweep(pl.LightningModule):
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(self.config)
         # torch does not allow a dot in a module's name
-        keys = {shape: re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes}
-        self.stacks = nn.ModuleDict({keys[shape]: self._stack(shape) for shape in shapes})
+        keys = (re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes)
+        self.stacks = nn.ModuleDict(zip(keys, map(self._stack, shapes), strict=True))
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
@@ -198,13 +198,10 @@ class Sweep(pl.LightningModule):
 
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden, scalars and embedding of the tokens that a stack scores."""
-        features = of_timing(batch, stack.shape.timing)
-
-        def embedded() -> Tensor:
-            assert self.embedding is not None, "`build` passes the draft's embeddings if a head reads them"
-            return self.embedding[features.token]
-
-        return features.hidden.to(stack.scalar_mean.dtype), *stack.shape.inputs.among(features.scalars, embedded)
+        features, inputs = of_timing(batch, stack.shape.timing), stack.shape.inputs
+        # `build` passes the draft's embeddings if a head reads them
+        embedding = self.embedding[features.token] if inputs.embedding and self.embedding is not None else None
+        return features.hidden.to(stack.scalar_mean.dtype), inputs.stacked(features.scalars), embedding
 
     def _reach(self, batch: Batch, stack: HeadStack) -> Tensor:
         """Weight of each token."""

@@ -110,7 +110,7 @@ def test_calibration_undoes_the_loss_weights():
         calibrated = head.calibrated_logit(value)
         assert type(calibrated) is type(value)
         assert np.asarray(calibrated).item() == pytest.approx(math.log(0.8 / 0.2) / 2)
-    assert float(head.raw(torch.tensor(logit))) == pytest.approx(0.4)
+    assert float(torch.tensor(logit).sigmoid()) == pytest.approx(0.4)
 
 
 def with_tensors(directory: Path, **changes: torch.Tensor | None) -> None:

@@ -160,8 +160,6 @@ def test_an_impossible_grid_is_refused():
         ({"depths": ()}, "heads.depths is empty"),
         ({"depths": (1, 1)}, "name each value once"),
         ({"depths": (-1,)}, "depth is -1"),
-        ({"reject_weights": (0.0,)}, "use a positive number"),
-        ({"reject_weights": (float("nan"),)}, "use a positive number"),
         ({"scalars": ()}, "heads.scalars is empty"),
         (token_before_it_is_drawn, r"heads.timings has prefix, but every combination .* reads the token"),
     ):
