@@ -252,8 +252,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *, map_location: str | torch.device = "cpu", **download: Any
     ) -> "AcceptanceHead":
-        """A head from a directory or from the hub (owner/name), read strictly from safetensors; `download` has revision,
-        token and other arguments of `huggingface_hub.snapshot_download`.
+        """A head from a directory or from the hub (owner/name), read strictly from safetensors. `download` has the
+        arguments of `huggingface_hub.snapshot_download`.
 
         Raises:
             FileNotFoundError: no head there, or a file is missing.
