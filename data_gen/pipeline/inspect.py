@@ -16,7 +16,6 @@ from data_gen.pipeline.stages import answers_in
 from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
-from data_gen.store.rows import read_rows
 from store.progress import Bar
 from store.shards import atomic_file, check_sums, is_whole, problems_of, shards_in
 
@@ -94,9 +93,5 @@ def _records(directory: str) -> Iterator[dict[str, Any]]:
     in_order = [path_of[name] for split in SPLITS for name in sorted(path_of) if name.startswith(f"{split}-")]
     check_sums(in_order)
     for path in Bar(in_order, unit="shards", desc="responses"):
-        if path.suffix == ".parquet":
-            records = read_rows(path, _COLUMNS).to_pylist()
-        else:
-            records = [exchange._asdict() for exchange in answers_in(path).exchanges]
-        for record in records:
-            yield {name: record[name] for name in _COLUMNS if record[name] is not None}
+        for exchange in answers_in(path).exchanges:
+            yield {name: value for name in _COLUMNS if (value := getattr(exchange, name)) is not None}

@@ -164,12 +164,6 @@ def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: Dat
     forget_stages([spec], data)
 
 
-def kept_responses(spec: ShardSpec, data: DataConfig) -> dict[str, Exchange]:
-    """The responses of a shard that is on disk, by row id."""
-    table = rows.read_rows(shard_path(data.dir, "rows", spec.split, spec.index), _FACTS)
-    return {row["id"]: Exchange(**row) for row in table.to_pylist()}
-
-
 def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, Tensor], data: DataConfig) -> None:
     """Save the result of the stage `respond` or `draft` in one file."""
     metadata = {
@@ -182,7 +176,9 @@ def save(spec: ShardSpec, stage: Stage, answers: Answers, columns: Mapping[str, 
 
 
 def answers_in(path: Path) -> Answers:
-    """The answers in a file of the stage `respond` or `draft`."""
+    """The answers in a file of the stage `respond` or `draft`, or those with a row in a shard of rows."""
+    if path.suffix == ".parquet":
+        return Answers([Exchange(**row) for row in rows.read_rows(path, _FACTS).to_pylist()], [])
     with safe_open(path, framework="pt") as file:
         turns = {name: json.loads(text) for name, text in file.metadata().items()}
     return Answers([Exchange(**turn) for turn in turns["exchanges"]], [Problem(**turn) for turn in turns["problems"]])

@@ -54,6 +54,7 @@ from lm.pair import is_out_of_memory, without_weights
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY
+from store.shards import shard_path
 
 _OF_EVERY_MIXING = ("from_target", "fed")
 """Columns that hold each row once per mixing."""
@@ -234,7 +235,9 @@ class Worker:
 
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         assert self.source is not None
-        kept = stages.kept_responses(spec, self.data) if self.job.keeps_responses else None
+        kept: list[Exchange] = []
+        if self.job.keeps_responses:
+            kept = stages.answers_in(shard_path(self.data.dir, "rows", spec.split, spec.index)).exchanges
         answers = ask(spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
         if self.data.labels == "server":
             answers = self._server.labelled(spec, answers)

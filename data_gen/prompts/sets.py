@@ -1,10 +1,9 @@
 """The prompts of a run, and their splits: known sets by name, others by hub id, local files and directories, in
 proportion to weights.
 
-Splits depend on the run's seed and each prompt's content, never on file order or ids: prompts are ordered by
-sha256(seed / content); the first part is test, then dev, then train, in the proportions of `split_weights`, and a run
-takes the first `num_*` of each. Duplicates are dropped, so no content is in two splits. A larger run contains the
-smaller one, and no choice of sizes moves a prompt from one split to another.
+Prompts are ordered by sha256(seed / content); the first part is test, then dev, then train, in the proportions of
+`split_weights`, and a run takes the first `num_*` of each. So a larger run contains the smaller one, and neither sizes,
+file order nor ids move a prompt from one split to another.
 
 JSON is read in `data_gen.prompts.prompt`, since `datasets` refuses a whole file for one malformed record.
 """

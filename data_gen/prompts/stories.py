@@ -1,8 +1,7 @@
 """Story problems and other small tasks with worked answers: the text of the embedded trio, and the prompts of its
 experiments.
 
-The sha256 of a prompt determines its split, so no prompt is in two splits, for any seed. The problems of one (split,
-seed) form an endless sequence without repeated prompts; a longer run begins with a shorter one.
+No prompt is in two splits, for any seed (`split_of`), and a longer run begins with a shorter one.
 
 Each kind of task is a function that draws a prompt, the lines of a worked answer and its result from one
 `random.Random`. An answer alternates between phrases, whose first token is a free choice that determines the rest;

@@ -151,12 +151,12 @@ def ask(
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
-    kept: Mapping[str, Exchange] | None = None,
+    kept: Iterable[Exchange] = (),
 ) -> Answers:
     """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
-    row id -> an existing row, which is not requested again.
+    existing rows, which are not requested again.
     """
-    answers: dict[str, Exchange | Problem] = dict(kept or {})
+    answers: dict[str, Exchange | Problem] = {exchange.id: exchange for exchange in kept}
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
         requests: list[Request] = []
         for prompt in (prompt for prompt in spec.prompts if turn < len(prompt.turns)):
