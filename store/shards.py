@@ -170,9 +170,7 @@ def list_shards(directory: str | Path, split: str, folder: str = "rows") -> list
     first = shard_path(directory, folder, split, 0)
     paths = sorted(first.parent.glob(f"{split}-*{first.suffix}"))
     if not paths:
-        raise FileNotFoundError(
-            f"no {split} shards in {first.parent}; run `acceptance-heads data` with this config first"
-        )
+        raise FileNotFoundError(f"no {split} shards in {first.parent}; run `acceptance-heads data` with this config")
     for index, path in enumerate(paths):
         if path != (expected := shard_path(directory, folder, split, index)) or not is_whole(path):
             raise ValueError(f"{expected} is missing or incomplete; run `acceptance-heads data` to finish the data")

@@ -45,16 +45,10 @@ def fit(
     path: Path | None = None,
     key: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train models on the same batches, each by one step per batch, or resume their training from a checkpoint.
+    """Train models on the same `num_steps` batches, each by one step per batch, or resume from the checkpoint `path`,
+    which skips the batches before it; a checkpoint of a run with another `key` is refused.
 
-    Args:
-        pupils: the models, initialised.
-        batches: at least `num_steps`; those of steps before the checkpoint are skipped.
-        title: for the progress bar.
-        num_steps: steps of the whole run.
-        learning_rate: the peak of AdamW; Muon's is 5 times as high, since its updates have unit singular values.
-        path: of the checkpoint; None writes none.
-        key: values that decide the run; a checkpoint with other values is refused.
+    The learning rate is AdamW's peak; Muon's is 5 times as high, since its updates have unit singular values.
     """
     quiet()
     run = _Run(pupils, num_steps, learning_rate, path, dict(key or {}))

@@ -57,7 +57,6 @@ class Recipe:
     learning_rate: float = 4e-3
     eagle_and_glide: DraftRecipe = field(default_factory=DraftRecipe)
     dspark_draft: DSparkRecipe = field(default_factory=DSparkRecipe)
-    num_threads: int = 1  # more would gain little, since the models are small
 
 
 RECIPE = Recipe()
@@ -92,7 +91,7 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
     """Train the trio, and write it once all three are trained; prints acceptance rates on the test split."""
     directory = local_path(out_dir, "--dir")
     _refuse_present(directory, TRIO, overwrite=overwrite)
-    torch.set_num_threads(recipe.num_threads)
+    torch.set_num_threads(1)  # more would gain little, since the models are small
     torch.manual_seed(seed)
     train_stories = texts.new_stories(seed, recipe.batch_size * max(recipe.target_steps, recipe.distil_steps))
     tokenizer = texts.train_tokenizer(train_stories[: recipe.num_tokenizer_stories], recipe.vocab_size)
@@ -124,7 +123,7 @@ def make_drafts(
     _refuse_present(directory, kinds, overwrite=overwrite)
     source = ModelSource(path=str(directory / "target"), dtype="float32", device_map="cpu")
     target, tokenizer = load_model(source).requires_grad_(False), load_tokenizer(source)
-    torch.set_num_threads(recipe.num_threads)
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     settings: DraftRecipe = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
     size, num_steps, work = settings.batch_size, settings.num_steps, directory / f"{'-'.join(kinds)}-work"

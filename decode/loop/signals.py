@@ -9,7 +9,6 @@ reach the host together; a policy that stops before the draw sees only the distr
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -227,7 +226,8 @@ class BatchSignals:
                 continue
             if rows is not None:
                 given, ids = {name: given[name][rows] for name in head.inputs.scalars}, ids[rows]
-            scores[head] = head(hidden, *head.inputs.among(given, partial(self._embedding, ids)))
+            embedding = self._embedding(ids) if head.inputs.embedding else None
+            scores[head] = head(hidden, head.inputs.stacked(given), embedding)
         self._previous = columns, known
         read: dict[Any, Tensor] = {**columns, **scores}  # float64 holds every id exactly
         tokens, *values = torch.stack([token.double(), *(column.double() for column in read.values())]).tolist()

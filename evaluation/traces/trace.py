@@ -242,7 +242,8 @@ class Trace:
         def logits(rows: Tensor) -> Tensor:
             at = scored[rows]
             columns = {name: column[at] for name, column in scalars.items()}
-            return head(hidden[rows], *head.inputs.among(columns, lambda: embedding[tokens[at]]))
+            of_tokens = embedding[tokens[at]] if head.inputs.embedding else None
+            return head(hidden[rows], head.inputs.stacked(columns), of_tokens)
 
         return torch.cat([*map(logits, torch.arange(len(scored)).split(_TOKENS_AT_ONCE))]).float().numpy()
 

@@ -37,7 +37,9 @@ def check_fits(
         if new is not None and _differ(old, new):
             names = [str(facts.get("path") or facts.get("name") or "another model") for facts in (old, new)]
             if names[0] == names[1]:  # a model that was trained further
-                names = [f"{name} ({_identifier(facts)})" for name, facts in zip(names, (old, new), strict=True)]
+                keys = ("weights", "commit", "revision", "hidden_size")
+                known = [next((f"{key} {of[key]}" for key in keys if of.get(key)), "unknown") for of in (old, new)]
+                names = [f"{name} ({facts})" for name, facts in zip(names, known, strict=True)]
             role = new.get("role", role)
             raise ValueError(f"the head {name} was trained with {names[0]}, but {role} is {names[1]}; {remedy}")
     sampling = dict(sampling or {})
@@ -71,8 +73,3 @@ def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if "name" in shared and Path(described["name"]).name != Path(other["name"]).name:
         return True
     return "revision" in shared and described["revision"] != other["revision"]
-
-
-def _identifier(description: Mapping[str, Any]) -> str:
-    keys = ("weights", "commit", "revision", "hidden_size")
-    return next((f"{key} {description[key]}" for key in keys if description.get(key)), "unknown")

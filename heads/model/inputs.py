@@ -3,7 +3,7 @@
 A prefix head scores a token before it is drawn (law 4.8c), so it has no input that depends on the token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,16 +63,8 @@ class Inputs(NamedTuple):
         """Hidden states or embeddings; if the head normalises them, after a LayerNorm without weights."""
         return functional.layer_norm(states, states.shape[-1:], eps=EPSILON) if self.is_normalised else states
 
-    def among(
-        self, columns: Mapping[str, Float[Tensor, "*tokens"]], embedding: Callable[[], Float[Tensor, "*tokens hidden"]]
-    ) -> tuple[Float[Tensor, "*tokens scalar"] | None, Float[Tensor, "*tokens hidden"] | None]:
-        """The arguments `scalars` and `embedding` of a head's forward for some tokens, from scalars by name, in nats,
-        and a function that returns the draft's input embeddings of the tokens.
-        """
-        return self.stacked(columns), embedding() if self.embedding else None
-
     def stacked(self, columns: Mapping[str, Float[Tensor, "*tokens"]]) -> Float[Tensor, "*tokens scalar"] | None:
-        """The argument `scalars` alone."""
+        """The argument `scalars` of a head's forward for some tokens, from scalars by name, in nats."""
         return torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
 
     def concatenated(

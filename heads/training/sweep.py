@@ -64,8 +64,9 @@ class Sweep(pl.LightningModule):
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(self.config)
         # torch does not allow a dot in a module's name
-        keys = (re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)) for shape in shapes)
-        self.stacks = nn.ModuleDict(zip(keys, map(self._stack, shapes), strict=True))
+        self.stacks = nn.ModuleDict(
+            {re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)): self._stack(shape) for shape in shapes}
+        )
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
