@@ -218,14 +218,12 @@ class BatchSignals:
         columns, scores = signals_of(logits, known, names, count), dict[AcceptanceHead, Tensor]()
         for head in heads:
             assert hidden is not None, "a head scores hidden states: the draft must keep them"
-            if head.timing != "fed":
-                given, ids, rows = columns, known, None
-            elif position > 0:
-                given, ids, rows = *self._previous, kept
-            else:
+            is_fed = head.timing == "fed"
+            if is_fed and position == 0:
                 continue
-            if rows is not None:
-                given, ids = {name: given[name][rows] for name in head.inputs.scalars}, ids[rows]
+            given, ids = self._previous if is_fed else (columns, known)
+            if is_fed and kept is not None:
+                given, ids = {name: given[name][kept] for name in head.inputs.scalars}, ids[kept]
             embedding = self._embedding(ids) if head.inputs.embedding else None
             scores[head] = head(hidden, head.inputs.stacked(given), embedding)
         self._previous = columns, known
