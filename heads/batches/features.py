@@ -78,6 +78,11 @@ class Row(NamedTuple):
     response_ids: Sequence[int] = ()
     """Only if the hidden states come from the draft."""
 
+    def without_tokens(self) -> "Row":
+        """No position of this row."""
+        numbers = {name: values[:0] for name, values in self.numbers.items()}
+        return self._replace(numbers=numbers, drafted=self.drafted[:0], row_lengths=self.row_lengths[:0])
+
 
 @dataclass(frozen=True)
 class FeatureShard:

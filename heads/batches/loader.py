@@ -97,10 +97,7 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         rows = {timing: [row for item in items for row in rows_of(item, timing)] for timing in shards[0].states}
         if not items:  # a row without tokens has the shapes and dtypes of the others
             first = next((number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
-            for timing in rows:
-                row = rows_of(first, timing)[0]
-                numbers = {name: values[:0] for name, values in row.numbers.items()}
-                rows[timing] = [row._replace(numbers=numbers, drafted=row.drafted[:0], row_lengths=row.row_lengths[:0])]
+            rows = {timing: [rows_of(first, timing)[0].without_tokens()] for timing in rows}
         if shards[0].texts:
             return rows
         batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
