@@ -25,20 +25,20 @@ MORE_PARAMETERS = {
 
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
-    "configs": (1132, 1000),
-    "store": (590, 500),
-    "lm": (4813, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
-    "data_gen": (5233, 4400),
-    "heads": (3941, 3600),
-    "decode": (4423, 4200),
-    "evaluation": (9427, 7400),
+    "configs": (1000, 1000),
+    "store": (522, 500),
+    "lm": (4498, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "data_gen": (5033, 4400),
+    "heads": (3669, 3600),
+    "decode": (4360, 4200),
+    "evaluation": (8965, 7400),
     "serve": (792, 800),
-    "checkpoints/recipes": (1459, 1400),
-    "benchmarks": (567, 800),
-    "tests": (22674, 18000),
+    "checkpoints/recipes": (1423, 1400),
+    "benchmarks": (566, 800),
+    "tests": (21925, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 144
+MAX_RECORD_TYPES = 135
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {
