@@ -104,7 +104,7 @@ class ScoringPolicy(Policy):
     @cached_property
     def _calibration(self) -> tuple[float, float]:
         """(shift, temperature): calibrated logit = (logit + shift) / temperature; heads compute them at each access."""
-        return self.head.calibration_shift, self.head.provenance.calibration_temperature
+        return self.head.calibration_shift, self.head.temperature
 
     @cached_property
     def _scale(self) -> tuple[float, float]:

@@ -201,9 +201,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """ln(w_rej / w_acc), which undoes the loss weights."""
         return math.log(self.provenance.reject_weight / self.provenance.accept_weight)
 
+    @property
+    def temperature(self) -> float:
+        """The calibration temperature fitted on dev."""
+        return self.provenance.calibration_temperature
+
     def calibrated_logit(self, logit: Any) -> Any:
         """(logit + shift) / temperature, for a float, an array or a tensor."""
-        return (logit + self.calibration_shift) / self.provenance.calibration_temperature
+        return (logit + self.calibration_shift) / self.temperature
 
     def calibrated(self, logit: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
         """sigmoid(calibrated_logit): an estimate of acceptance_prob."""
