@@ -52,7 +52,7 @@ class CompiledEpilogues:
 
 
 def thread_key(device: torch.device) -> tuple[int, Thread | None]:
-    """Its number of threads, and the thread that captured its CUDA graphs, which no other can replay."""
+    """Key of a compiled graph: the number of threads, and on a GPU the thread that captured its CUDA graphs."""
     return torch.get_num_threads(), current_thread() if device.type == "cuda" else None
 
 

@@ -61,7 +61,7 @@ class ShardKey(NamedTuple):
         return folder / "rows" / f"{name}.parquet", folder / "signals" / f"{name}.safetensors"
 
     def whole(self, directory: Path) -> list[Path]:
-        """Those of its files that are whole."""
+        """The files of the shard that are complete on disk."""
         return list(filter(is_whole, self.paths(directory)))
 
     def is_done(self, directory: Path) -> bool:

@@ -34,7 +34,7 @@ CEILINGS = {
     "serve": (792, 800),
     "checkpoints/recipes": (1423, 1400),
     "benchmarks": (566, 800),
-    "tests": (21925, 18000),
+    "tests": (21944, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
 MAX_RECORD_TYPES = 135

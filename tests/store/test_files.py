@@ -10,7 +10,7 @@ import pytest
 
 from data_gen.store.manifest import read_manifest
 from store.json_files import KeyedStore, read_json
-from store.shards import atomic_directory, is_whole, sidecar_path, verify_shard, write_shard
+from store.shards import atomic_directory, is_whole, sidecar_path, verify_shard, write_atomic, write_shard
 from tests.data_gen.processes import at_once
 
 WHOLE = json.dumps({"rows": 1, "problems": [1, 2, 3]}, indent=1)
@@ -115,3 +115,23 @@ def test_two_processes_that_keep_at_once_lose_no_entry(store):
 
     assert at_once(lambda: keep(0), lambda: keep(1)) == [0, 0]
     assert len(store.entries()) == 100
+
+
+def test_a_write_that_ends_half_way_leaves_no_file_that_is_taken_for_whole(tmp_path, monkeypatch):
+    path = tmp_path / "rows" / "train-00000.parquet"
+    write_shard(path, b"first")
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("os.fsync", "pathlib.Path.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, ended)
+            with pytest.raises(KeyboardInterrupt):
+                write_atomic(path, b"other")
+            assert path.read_bytes() == b"first"
+            assert is_whole(path)
+            with pytest.raises(KeyboardInterrupt):
+                write_shard(path, b"other")
+        assert not is_whole(path)
+        write_shard(path, b"first")
