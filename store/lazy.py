@@ -1,9 +1,5 @@
-"""Lazy imports of a package's names (PEP 562), listed once, where a type checker reads them:
-
-if TYPE_CHECKING:
-    from decode.policies.head import HeadPolicy
-else:
-    __getattr__ = lazily(__name__, __file__)
+"""Lazy imports of a package's names (PEP 562), listed once, under `if TYPE_CHECKING`, where a type checker reads them;
+`else` has `__getattr__ = lazily(__name__, __file__)`.
 """
 
 import ast

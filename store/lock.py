@@ -1,8 +1,7 @@
 """One writer per directory: a lock that names its holder and that the kernel releases when the process ends.
 
-The lock is `filelock`'s, based on `flock`. The lock file names the holder; neither it nor an empty folder remains
-afterwards. Filesystems without `flock` are refused: `filelock`'s fallback, the existence of a file, outlives a killed
-process.
+The lock is `filelock`'s, based on `flock`; its file is removed afterwards. Filesystems without `flock` are refused:
+`filelock`'s fallback, the existence of a file, outlives a killed process.
 """
 
 import errno
@@ -21,11 +20,9 @@ from configs.paths import local_path
 
 LOCK = ".lock"
 _ATTEMPTS = 100
-_HANDOVER_S = 0.1
-"""Wait for a holder that is just ending."""
+_HANDOVER_S = 0.1  # wait for a holder that is just ending
 _POLL_S = 0.005
-_SILENT_S = 1.0
-"""A longer wait is reported on stderr."""
+_SILENT_S = 1.0  # a longer wait is reported on stderr
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-_QUIET_S = 30.0
-"""Longest time between two lines of a log."""
+_QUIET_S = 30.0  # longest time between two lines of a log
 _REFRESH_S = 1.0
 _COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
 
@@ -27,15 +26,7 @@ def _size_of(terminal: Any) -> dict[str, Any]:
 class Bar(tqdm):
     """A progress bar on stderr, or lines of a log if stderr is not a terminal. `update(0)` only refreshes the time."""
 
-    def __init__(
-        self,
-        iterable: Iterable[Any] | None = None,
-        *,
-        desc: str,
-        unit: str,
-        total: int | float | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, **settings: Any) -> None:
         """Arguments are tqdm's: `desc` is the work, such as "replay: tiny", `total` the number of units if known."""
         self._log = None if sys.stderr.isatty() else sys.stderr
         self._tenth, self._last_count = -1, ""
@@ -48,7 +39,7 @@ class Bar(tqdm):
             form = f"{{desc}}{{percentage:.0f}} %, {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
             drawing = {"file": io.StringIO(), "mininterval": 0, "miniters": 1}
         drawing["smoothing"] = 0  # estimate the remaining time from the whole run, since many units come in bursts
-        super().__init__(iterable, desc=f"{desc}: ", unit=unit, total=total, bar_format=form, **drawing | settings)
+        super().__init__(iterable, desc=f"{desc}: ", unit=unit, bar_format=form, **drawing | settings)
 
     def update(self, n: int | float | None = 1) -> None:
         """Count `n` more units."""

@@ -30,14 +30,12 @@ from store.progress import Bar
 
 SHARD_FOLDERS = ("rows", "labels", "features/*", "stages/*")
 SIDECAR_REMEDY = "delete it and run the same command again, which makes the shard again"
-_COUNTS = {"bytes", "rows", "tokens", "input", "ok"}
-"""Integer facts of a sidecar."""
+_COUNTS = {"bytes", "rows", "tokens", "input", "ok"}  # integer facts of a sidecar
 _DIRECTORY_WAIT_S = 600.0
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NAME = re.compile(r"(train|dev|test)-\d{5,}\.(parquet|safetensors)(\.json)?")
 _MAX_THREADS = 8
-_MIN_BAR_BYTES = 2**27
-"""Total size from which a progress bar is shown; smaller checks take a tenth of a second."""
+_MIN_BAR_BYTES = 2**27  # total size from which a progress bar is shown; smaller checks take a tenth of a second
 
 
 def shard_path(directory: str | Path, folder: str, split: str, index: int) -> Path:
@@ -164,9 +162,7 @@ def _sha256(path: Path, *_stat: int) -> str:
 
 
 def list_shards(directory: str | Path, split: str, folder: str = "rows") -> list[Path]:
-    """The shards of a split in a folder, in order; FileNotFoundError if there are none, ValueError if one is missing or
-    incomplete.
-    """
+    """A split's shards in a folder, sorted; FileNotFoundError for none, ValueError if one is missing or incomplete."""
     first = shard_path(directory, folder, split, 0)
     paths = sorted(first.parent.glob(f"{split}-*{first.suffix}"))
     if not paths:
@@ -178,9 +174,8 @@ def list_shards(directory: str | Path, split: str, folder: str = "rows") -> list
 
 
 def clean_partial(directory: str | Path, *folders: str, names: Container[str] | None = None) -> None:
-    """Remove the temporary files of killed writers in a directory and in these patterns of its subfolders.
-
-    The caller holds the directory's lock. `names`: stems of the files whose temporary files may be removed; None: all.
+    """Remove the temporary files of killed writers in a directory, whose lock the caller holds, and in subfolders of
+    these patterns. `names`: stems of the files whose temporary files may be removed; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")
@@ -188,20 +183,16 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
             path.unlink(missing_ok=True)
 
 
-def check_sums(
-    paths: Iterable[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
-) -> None:
-    """Raise ValueError for the first of `problems_of` these shards."""
-    for _, problem in problems_of(list(paths), command=command, check=check):
+def check_sums(paths: Sequence[Path], **settings: Any) -> None:
+    """Raise ValueError for the first of `problems_of` these shards, whose settings it takes."""
+    for _, problem in problems_of(paths, **settings):
         raise ValueError(problem)
 
 
 def problems_of(
     paths: Sequence[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
 ) -> Iterator[tuple[Path, str]]:
-    """Each shard that differs from its sidecar or for which `check` raises ValueError, in order, with the message,
-    which has the `command` to run.
-    """
+    """Each shard that `verify_shard` or `check` refuses by a ValueError, in order, with the message."""
 
     def problem_of(path: Path) -> str | None:
         try:

@@ -5,15 +5,11 @@ import os
 import pty
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from store import progress
 from store.progress import Bar
-
-ROOT = Path(__file__, "../../..").resolve()
-ROOMS = ["store", "lm", "data_gen", "heads", "decode", "evaluation", "serve", "configs", "checkpoints", "benchmarks"]
 
 
 @pytest.mark.parametrize(
