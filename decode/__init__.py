@@ -14,7 +14,7 @@ from store.lazy import lazily
 if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
     from decode.drafters.pearl import PearlDecoder
-    from decode.drafters.trees import Cape, Dynamic, TreeDrafter
+    from decode.drafters.trees import TreeDrafter, dynamic
     from decode.generate.command import complete
     from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
     from decode.loop.decoder import SpeculativeDecoder

@@ -16,7 +16,6 @@ drafted (EOS, length limit, the draft's context) a step is plain verification, w
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -26,37 +25,15 @@ from transformers import PreTrainedModel
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Counts, Round
-from decode.loop.session import Session
 from decode.policies.plain import FixedLength
-from lm import CachedModel, Sampler, Sampling, next_dist, num_accepted
-
-
-@dataclass(frozen=True)
-class Step(Round):
-    """One step: `drafted` are its new tokens, `num_accepted` counts passed tests, `emitted` may hold tokens of the step
-    before.
-    """
-
-    num_tested: int = 0
-
-    @property
-    def next_kind(self) -> str | None:
-        """residual, bonus (nothing new was drafted), or None if every test passed."""
-        if len(self.emitted) == self.num_accepted:
-            return None
-        return "residual" if self.num_accepted < self.num_tested else "bonus"
-
-
-class _AheadDrafter(ModelDrafter):
-    """A draft that is ahead of the target by the tokens that wait for their tests."""
-
-    def start(self, session: Session) -> None:
-        super().start(session)
-        self.waiting = Proposal()
+from lm import CachedModel, Sampler, next_dist, num_accepted
 
 
 class PearlDecoder(SpeculativeDecoder):
-    """A target and a draft that work in parallel."""
+    """A target and a draft that work in parallel. A round is one step; its `drafted` tokens are those that it tests."""
+
+    drafter: ModelDrafter
+    """Its `proposal` holds the tokens that wait, between two steps."""
 
     def __init__(
         self,
@@ -64,10 +41,9 @@ class PearlDecoder(SpeculativeDecoder):
         draft: PreTrainedModel | CachedModel,
         *,
         gamma: int,
-        sampling: Sampling | None = None,
-        eos_ids: frozenset[int] | None = None,
-        vocab_size: int | None = None,
         is_parallel: bool = False,
+        vocab_size: int | None = None,
+        **settings: Any,
     ) -> None:
         """Args, beside those of `SpeculativeDecoder`:
             gamma: tokens that the draft adds in a step; about t_target / t_draft keeps both models busy.
@@ -78,10 +54,9 @@ class PearlDecoder(SpeculativeDecoder):
         """
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
-        self.ahead = _AheadDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
-        settings: Any = {"sampling": sampling, "eos_ids": eos_ids, "vocab_size": vocab_size}
-        super().__init__(target, self.ahead, max_draft_length=gamma, **settings)
-        if is_parallel and self.target.device == self.ahead.model.device:
+        drafter = ModelDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
+        super().__init__(target, drafter, max_draft_length=gamma, vocab_size=vocab_size, **settings)
+        if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
                 "set pair.draft.device_map to another one, or use the predicted times"
@@ -91,16 +66,16 @@ class PearlDecoder(SpeculativeDecoder):
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
     @torch.inference_mode()
-    def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Step:
+    def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:
         started_s = perf_counter()
-        waiting = self.ahead.waiting
+        waiting = self.drafter.proposal
         text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
         pending = text[len(self.target) :]
         verified = None if self._pool is None else self._pool.submit(self.target.feed, pending, num_waiting + 1)
         try:
             num_allowed = min(self.max_draft_length, num_left - num_waiting)
             has_ended = num_waiting > 0 and text[-1] in self.eos_ids  # with an EOS that is not tested yet
-            new = Proposal() if has_ended or num_allowed < 1 else self.ahead.propose(text, num_allowed)
+            new = Proposal() if has_ended or num_allowed < 1 else self.drafter.propose(text, num_allowed)
             drafted_s = perf_counter()
         finally:
             # if drafting raises, the next generation must find caches that no forward writes to
@@ -116,15 +91,15 @@ class PearlDecoder(SpeculativeDecoder):
         if not is_passed or not new.tokens:
             is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
             emitted = emitted if is_over else [*emitted, draws.token(next_dist(count, tested.dists, p, draws))]
-        self.ahead.waiting = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
+        self.drafter.proposal = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
         committed += emitted
         # law 4.5: both caches hold a prefix of committed[:-1], and the draft's also waiting tokens
         self.target.roll_back(len(committed) - 1)
-        if not self.ahead.waiting.tokens:
-            self.ahead.roll_back(len(committed) - 1)
+        if not self.drafter.proposal.tokens:
+            self.drafter.roll_back(len(committed) - 1)
         num_new = len(new.tokens)
         counts = Counts(
             num_emitted=len(emitted), num_drafted=num_new, num_target=1, num_accepted=count, num_draft_forwards=num_new
         )
         times_s = drafted_s - started_s, perf_counter() - drafted_s
-        return Step(tuple(new.tokens), count, tuple(emitted), "limit", counts, *times_s, num_tested=len(tested.tokens))
+        return Round(tuple(tested.tokens), count, tuple(emitted), "limit", counts, *times_s)

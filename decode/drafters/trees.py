@@ -36,43 +36,33 @@ from lm.signals import entropy, upcast
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """EAGLE-2's tree, which grows where the draft is confident."""
+class Shape:
+    """How a tree branches; ValueError for a size below 1."""
 
-    width: int = 10
-    num_nodes: int | None = 59
+    bands: tuple[tuple[float, int], ...]
+    """(upper bound of the draft's largest probability after a node, number of candidates there), in rising order; the
+    last is for all larger ones.
+    """
+    num_expanded: int = 1
+    """Number of nodes of a level, the best, that get children."""
+    num_nodes: int | None = None
     """Number of candidates, the best of all, that are verified; None: all."""
 
     def __post_init__(self) -> None:
-        if self.width < 1 or (self.num_nodes is not None and self.num_nodes < 1):
-            raise ValueError(f"{self}: both sizes must be at least 1; num_nodes=None verifies all candidates")
-
-    @property
-    def num_expanded(self) -> int:
-        """Number of nodes of a level, the best, that get children."""
-        return self.width
+        if min(self.num_expanded, 1 if self.num_nodes is None else self.num_nodes, *(num for _, num in self.bands)) < 1:
+            raise ValueError(f"{self}: every size must be at least 1; num_nodes=None verifies all candidates")
 
     def num_children(self, max_prob: float) -> int:
         """Number of candidates after a node where the draft's largest probability is `max_prob`."""
-        return self.width
+        return next((num for below, num in self.bands if max_prob < below), self.bands[-1][1])
 
 
-@dataclass(frozen=True)
-class Cape:
-    """CaPE's tree, whose width follows the draft's confidence."""
-
-    bands: tuple[tuple[float, int], ...] = ((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2))
-    """(upper bound of the largest probability, candidates), in rising order; the last is for all larger ones."""
-    num_expanded: int = 1
-    num_nodes: int | None = None
-
-    def num_children(self, max_prob: float) -> int:
-        return next((count for below, count in self.bands if max_prob < below), self.bands[-1][1])
+def dynamic(width: int = 10, num_nodes: int | None = 59) -> Shape:
+    """EAGLE-2's shape, which grows where the draft is confident."""
+    return Shape(((1.0, width),), width, num_nodes)
 
 
-Shape = Dynamic | Cape
-"""How a tree branches."""
-SHAPES: dict[str, Shape] = {"eagle2": Dynamic(), "cape": Cape()}
+SHAPES = {"eagle2": dynamic(), "cape": Shape(((0.3, 8), (0.6, 6), (0.8, 4), (1.0, 2)))}
 """Published shapes, by their names in commands."""
 
 
@@ -85,9 +75,8 @@ class Growth:
         self.tokens, self.parents = list[int](), list[int]()
         self.scores = list[float]()
         """Sum of log q along the path of each candidate."""
-        self.depth = 0
-        self.level = list[int]()
-        """The candidates of the deepest level."""
+        self.levels = list[list[int]]()
+        """The candidates of each level."""
         self.expanded = [ROOT]
         """The nodes whose distributions make the next level."""
         self._fed = list[int]()
@@ -108,14 +97,13 @@ class Growth:
             raise ValueError(
                 "a distribution to choose candidates from is not finite; load the model in float32 or check its weights"
             )
-        self.level = list(range(start, len(self.tokens)))
-        self.depth += 1
+        self.levels.append(list(range(start, len(self.tokens))))
 
     def drop_level(self) -> None:
         """Remove the last level."""
+        start = self.levels.pop()[0]
         for column in (self.tokens, self.parents, self.scores):
-            del column[len(column) - len(self.level) :]
-        self.level, self.depth = [], self.depth - 1
+            del column[start:]
 
     def expand(self) -> Tree | None:
         """Select the nodes that get children; returns the tree of all nodes that are fed, None if none is expanded."""
@@ -126,7 +114,7 @@ class Growth:
     @property
     def open(self) -> list[int]:
         """Candidates of the deepest level that may be followed by other tokens."""
-        return [node for node in self.level if self.tokens[node] not in self._eos_ids]
+        return [node for node in self.levels[-1] if self.tokens[node] not in self._eos_ids]
 
     def path(self, node: int) -> list[int]:
         """Candidates from the first level to this one."""
@@ -137,7 +125,7 @@ class Growth:
 
     def best_path(self) -> list[int]:
         """The path to the best candidate of the deepest level."""
-        return self.path(self._best(self.level, 1)[0])
+        return self.path(self._best(self.levels[-1], 1)[0])
 
     def selected(self) -> tuple[list[int], Tree]:
         """The candidates that are verified, in the order of their numbers, and their tree."""
@@ -178,7 +166,7 @@ class TreeDrafter(PolicyDrafter):
         super().__init__(wrapped, policy)
         if isinstance(self.model, BlockModel):
             raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
-        self.shape, self.read_every = shape or Dynamic(), read_every
+        self.shape, self.read_every = shape or dynamic(), read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(
                 f"a GliDe draft feeds one chain, but {self.shape} expands {self.shape.num_expanded} nodes a level; use "
@@ -193,7 +181,7 @@ class TreeDrafter(PolicyDrafter):
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
         fed: Tree | None = Tree()
-        while self._growth.depth < num_levels and fed is not None and self._grow(committed, fed):
+        while len(self._growth.levels) < num_levels and fed is not None and self._grow(committed, fed):
             fed = self._growth.expand()
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
         self._nodes, tree = self._growth.selected()
@@ -227,7 +215,7 @@ class TreeDrafter(PolicyDrafter):
         growth.add_level(upcast(logits).log_softmax(-1))
         if not self._looks:
             return True
-        is_checked, path = growth.depth % self.read_every == 0, growth.best_path()
+        is_checked, path = len(growth.levels) % self.read_every == 0, growth.best_path()
         run = self.run.branched(is_longer=path[:-1] == self._path)
         stops = False
         for node in path[len(run.steps) :]:

@@ -91,7 +91,7 @@ class PolicyDrafter:
         session.take(self.model, self.role, verifies=self.verifies)
         self.model.reset()
         self._signals = reader_of(self.policy, self.model, self._signals)
-        self._session = session
+        self._session, self.proposal = session, Proposal()
         self.run = PolicyRun(self.policy)
 
     def begin(self, committed: list[int], max_tokens: int) -> int:

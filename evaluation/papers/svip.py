@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decode.drafters.factory import PairModels
-from decode.drafters.trees import Cape, Dynamic, Shape
+from decode.drafters.trees import SHAPES, Shape
 from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
@@ -151,8 +151,8 @@ class Draft(NamedTuple):
     """Levels between two evaluations of a stop, as settings."""
 
 
-CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, Cape())
-EAGLE_2 = Draft("EAGLE-2", 6, Dynamic(), every=({"every": 2}, {"every": 1}))
+CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, SHAPES["cape"])
+EAGLE_2 = Draft("EAGLE-2", 6, SHAPES["eagle2"], every=({"every": 2}, {"every": 1}))
 
 
 def competitor_of(experiment: Experiment, models: PairModels, draft: Draft, stop: Competitor) -> Competitor:

@@ -4,7 +4,7 @@ import pytest
 
 from decode import ModelDrafter, TreeDrafter
 from decode.drafters.factory import PairModels
-from decode.drafters.trees import Dynamic
+from decode.drafters.trees import dynamic
 from decode.policies import FixedLength, HeadPolicy
 from heads import AcceptanceHead
 from lm import Pair, Sampling
@@ -25,7 +25,7 @@ def test_decoders_share_the_models_of_a_pair_which_is_loaded_at_its_use_and_comp
     assert (models.target.model, models.micro.model) == (pair.target, pair.micro)
     assert decoders[0].eos_ids == pair.eos_ids
     trees = PairModels(pair, holds_trees=True)
-    tree, chain = trees.drafter(FixedLength(3), Dynamic(width=2, num_nodes=4)), trees.drafter(FixedLength(3))
+    tree, chain = trees.drafter(FixedLength(3), dynamic(width=2, num_nodes=4)), trees.drafter(FixedLength(3))
     assert (type(tree), type(chain), tree.model) == (TreeDrafter, ModelDrafter, chain.model)
     with pytest.raises(ValueError, match="drafted eagerly"):
         PairModels(pair, "stop", holds_trees=True)

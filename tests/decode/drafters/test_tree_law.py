@@ -3,7 +3,8 @@
 import pytest
 
 from decode import Counts, SpeculativeDecoder
-from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
+from decode.drafters import trees
+from decode.drafters.trees import Shape, TreeDrafter, dynamic
 from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampling
@@ -12,7 +13,7 @@ from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
 from tests.toys.random_pairs import CONFIGS, greedy_of, random_pair
 
-SHAPES = {"dynamic": Dynamic(2, 4), "cape": Cape(((0.5, 3), (1.0, 2))), "greedy chain": Dynamic(1, None)}
+SHAPES = {"dynamic": dynamic(2, 4), "cape": Shape(((0.5, 3), (1.0, 2))), "greedy chain": dynamic(1, None)}
 
 
 def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how):
@@ -38,7 +39,7 @@ def test_every_policy_keeps_the_target_law_on_trees(policy):
 def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
     drawn = toy_head("drawn", seed=2)
     drawn.load_state_dict(CANDIDATE.state_dict())
-    decoders = [tree_decoder_of(HeadPolicy(head, 0.5), Dynamic(2, 4)) for head in (CANDIDATE, drawn)]
+    decoders = [tree_decoder_of(HeadPolicy(head, 0.5), dynamic(2, 4)) for head in (CANDIDATE, drawn)]
     ours, theirs = (decoder.generate(PROMPT, 20, generator=seeded()).rounds for decoder in decoders)
     assert [played.drafted for played in ours] == [played.drafted for played in theirs]
 
@@ -55,7 +56,11 @@ def test_greedy_output_equals_transformers_generate(architecture):
     target, draft = random_pair(architecture)
     prompt = [3, 1, 4, 1, 5]
     expected, kinds = greedy_of(target, prompt, 30), set()
-    for policy, shape in ((FixedLength(4), Dynamic(3, 10)), (Entropy(0.6), Cape()), (AdaEDL(), Dynamic(4, None))):
+    for policy, shape in (
+        (FixedLength(4), dynamic(3, 10)),
+        (Entropy(0.6), trees.SHAPES["cape"]),
+        (AdaEDL(), dynamic(4, None)),
+    ):
         decoder = SpeculativeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
         generation = decoder.generate(prompt, 30)
         assert list(generation.token_ids) == expected
@@ -65,7 +70,7 @@ def test_greedy_output_equals_transformers_generate(architecture):
 
 
 def test_counts_are_what_the_models_saw_and_a_target_that_holds_no_trees_is_refused():
-    decoder = tree_decoder_of(FixedLength(2), Dynamic(2, 4), sampling=Sampling(), eos_ids=())
+    decoder = tree_decoder_of(FixedLength(2), dynamic(2, 4), sampling=Sampling(), eos_ids=())
     target, draft = decoder.target, decoder.drafter.model
     generation = decoder.generate(PROMPT, 12, generator=seeded())
     counts = generation.counts

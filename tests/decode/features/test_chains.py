@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, speculative_generate
-from decode.drafters.trees import Cape, Dynamic, Shape, TreeDrafter
+from decode.drafters.trees import Shape, TreeDrafter, dynamic
 from decode.policies import CumulativeTokenProb, DSparkConfidence, Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from lm import CachedModel, Sampling, feature_model
@@ -17,8 +17,8 @@ from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, PAIRS, TARGETS, VOCAB
 from tests.toys.random_pairs import greedy_of
 
 PROMPT, GREEDY = [1, 2, 3], Sampling(temperature=0)
-SHAPES = {"eagle": Dynamic(3, 12), "eagle3": Dynamic(3, 8), "reduced": Dynamic(2, 4), "layers": Dynamic(2, 6)}
-SHAPES |= {"glide": Cape(((0.5, 3), (1.0, 2)))}
+SHAPES = {"eagle": dynamic(3, 12), "eagle3": dynamic(3, 8), "reduced": dynamic(2, 4), "layers": dynamic(2, 6)}
+SHAPES |= {"glide": Shape(((0.5, 3), (1.0, 2)))}
 
 
 def tapped(kind: str, family: str = "llama", *, holds_trees: bool = False) -> CachedModel:

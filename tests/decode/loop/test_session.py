@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 import decode
 from data_gen.labels.labeller import Labeller
 from data_gen.responses.exchange import Exchange, Request, TargetInProcess
-from decode import Cape, ModelDrafter, PearlDecoder, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter
+from decode import ModelDrafter, PearlDecoder, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter
+from decode.drafters.trees import SHAPES
 from decode.policies import FixedLength, Policy
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
@@ -48,7 +49,7 @@ def chain(draft, **how) -> ModelDrafter:
 
 DRAFTERS: dict[str, Callable] = {
     "chain": chain,
-    "tree": lambda draft, **how: TreeDrafter(draft, FixedLength(3), Cape(), **how),
+    "tree": lambda draft, **how: TreeDrafter(draft, FixedLength(3), SHAPES["cape"], **how),
     "interleaved": lambda draft, **how: decode.InterleavedDrafter(draft, llama(7), **how),
     "pre_verifying": lambda draft, **how: PreVerifiedDrafter(chain(llama(7), **how), draft, Policy(), **how),
     "pre_verified": lambda draft, **how: PreVerifiedDrafter(chain(draft, **how), llama(7), Policy(), **how),

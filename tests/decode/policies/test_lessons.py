@@ -6,7 +6,7 @@ import pytest
 
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import InnerRounds, PreVerifiedDrafter
-from decode.drafters.trees import Dynamic
+from decode.drafters.trees import dynamic
 from decode.policies import FixedLength, Policy
 from decode.policies.base import AfterDraw, Outcome, State
 from serve.lanes import Lane
@@ -78,7 +78,7 @@ def lane(pupil: Pupil) -> int:
 PLAYS = {
     "chain": lambda pupil: played(decoder_of(pupil, eos_ids=())),
     "batch": batch,
-    "tree": lambda pupil: played(tree_decoder_of(pupil, Dynamic(2, 4), eos_ids=())) and None,
+    "tree": lambda pupil: played(tree_decoder_of(pupil, dynamic(2, 4), eos_ids=())) and None,
     "outer": lambda pupil: played(nested(FixedLength(3), pupil)),
     "inner": lambda pupil: played(nested(pupil, Policy())) and None,
     "lane": lane,
@@ -104,5 +104,5 @@ class Candid(Pupil):
 
 def test_a_tree_teaches_a_policy_that_looks_at_no_candidate():
     candid = Candid()
-    tree_decoder_of(candid, Dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 60, generator=seeded())
+    tree_decoder_of(candid, dynamic(2, 4), eos_ids=(), length=2).generate(PROMPT, 60, generator=seeded())
     assert {drawn.position for _, drawn in candid.taught} == {0, 1}
