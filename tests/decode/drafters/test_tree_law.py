@@ -3,8 +3,7 @@
 import pytest
 
 from decode import Counts, SpeculativeDecoder
-from decode.drafters import trees
-from decode.drafters.trees import Shape, TreeDrafter, dynamic
+from decode.drafters.trees import SHAPES, Shape, TreeDrafter, dynamic
 from decode.loop.rounds import Round
 from decode.policies import AdaEDL, Entropy, FixedLength, HeadPolicy, Policy
 from lm import Sampling
@@ -13,7 +12,7 @@ from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, toy_head, tree_decoder_of
 from tests.toys.random_pairs import CONFIGS, greedy_of, random_pair
 
-SHAPES = {"dynamic": dynamic(2, 4), "cape": Shape(((0.5, 3), (1.0, 2))), "greedy chain": dynamic(1, None)}
+SMALL = {"dynamic": dynamic(2, 4), "cape": Shape(((0.5, 3), (1.0, 2))), "greedy chain": dynamic(1, None)}
 
 
 def assert_target_law(policy: Policy, shape: Shape, sampling: Sampling, *, eos_ids: tuple[int, ...] = (2,), **how):
@@ -33,7 +32,7 @@ RULES = POLICIES | {
 @pytest.mark.parametrize("policy", RULES)
 def test_every_policy_keeps_the_target_law_on_trees(policy):
     for name in ("cold", "top_k", "greedy"):
-        assert_target_law(RULES[policy], SHAPES["dynamic"], SAMPLINGS[name])
+        assert_target_law(RULES[policy], SMALL["dynamic"], SAMPLINGS[name])
 
 
 def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
@@ -44,11 +43,11 @@ def test_a_candidate_head_is_asked_when_a_drawn_time_head_is():
     assert [played.drafted for played in ours] == [played.drafted for played in theirs]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SMALL)
 def test_every_shape_keeps_the_target_law_under_every_sampling(shape):
     for sampling in SAMPLINGS.values():
-        assert_target_law(Entropy(0.3), SHAPES[shape], sampling, length=2)
-        assert_target_law(FixedLength(2), SHAPES[shape], sampling, eos_ids=(), read_every=2)
+        assert_target_law(Entropy(0.3), SMALL[shape], sampling, length=2)
+        assert_target_law(FixedLength(2), SMALL[shape], sampling, eos_ids=(), read_every=2)
 
 
 @pytest.mark.parametrize("architecture", first_fast(CONFIGS))
@@ -56,11 +55,8 @@ def test_greedy_output_equals_transformers_generate(architecture):
     target, draft = random_pair(architecture)
     prompt = [3, 1, 4, 1, 5]
     expected, kinds = greedy_of(target, prompt, 30), set()
-    for policy, shape in (
-        (FixedLength(4), dynamic(3, 10)),
-        (Entropy(0.6), trees.SHAPES["cape"]),
-        (AdaEDL(), dynamic(4, None)),
-    ):
+    shapes = {FixedLength(4): dynamic(3, 10), Entropy(0.6): SHAPES["cape"], AdaEDL(): dynamic(4, None)}
+    for policy, shape in shapes.items():
         decoder = SpeculativeDecoder(target, TreeDrafter(draft, policy, shape), sampling=Sampling(temperature=0.0))
         generation = decoder.generate(prompt, 30)
         assert list(generation.token_ids) == expected

@@ -1,13 +1,11 @@
 """What the loop counts is what drafter, models and cache saw (law 4.4); caches equal their absence (law 4.5)."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import decode.loop.rounds
-from decode import InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
+from decode import Counts, InnerRounds, ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder
 from decode.policies import AdaEDL, Entropy, FixedLength, Policy
 from lm import CachedModel, Sampling
 from tests.toys.enumeration import ToyModel, seeded
@@ -69,12 +67,7 @@ def test_a_round_that_is_cut_discards_what_was_cut():
 def test_the_loop_itself_notices_a_miscount(monkeypatch):
     """Every generation asserts law 4.4, with N_discarded as the target's cache has it."""
     count = decode.loop.rounds._counts_of
-
-    def one_too_many(proposal, num_accepted, num_emitted):
-        counts = count(proposal, num_accepted, num_emitted)
-        return replace(counts, num_drafted=counts.num_drafted + 1)
-
-    monkeypatch.setattr(decode.loop.rounds, "_counts_of", one_too_many)
+    monkeypatch.setattr(decode.loop.rounds, "_counts_of", lambda *given: count(*given) + Counts(num_drafted=1))
     with pytest.raises(AssertionError, match="3 discarded, 2 dropped"):
         decoder_of(FixedLength(2)).generate(PROMPT, 8)
 
