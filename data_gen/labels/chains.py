@@ -27,7 +27,7 @@ from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
 from lm.batch import Continuations, check_branch_length, check_branches
 from lm.features.dspark import DSpark
-from lm.features.rollout import BlockRollouts, Rollouts, TargetOutputs, rollouts_of, run_target
+from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, logits_of, output_device_of
 from lm.sampling import REMEDY, NonFiniteError, refuse_non_finite
 
@@ -95,8 +95,7 @@ class ChainLabeller:
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
         check_branches(self.target)
         check_branch_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
-        reading = run_target(self.target, self.draft, ids)
-        chains = rollouts_of(self.draft, reading, ids)
+        chains = rollouts_of(self.target, self.draft, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
         # later
@@ -114,15 +113,15 @@ class ChainLabeller:
         for group in torch.arange(len(response)).split(at_once):  # drafts that one forward of the target reads
             steps = self._steps(chains, begins[group], limits[group], uniform[group], is_fed="fed" in timings)
             owner = group[steps["owner"].cpu()]
-            parts.append(self._with_target(steps, reading, begins[group], timings) | {"owner": owner})
+            parts.append(self._with_target(steps, chains, begins[group], timings) | {"owner": owner})
         return _concatenated(parts), is_kept
 
     def _with_target(
-        self, steps: dict[str, Tensor], reading: TargetOutputs, begins: Tensor, timings: Sequence[str]
+        self, steps: dict[str, Tensor], chains: Rollouts, begins: Tensor, timings: Sequence[str]
     ) -> dict[str, Tensor]:
         """The labels of some steps by both models, and the requested states, on the CPU."""
         columns, q = {name: steps[name] for name in ("draft_ids", *NUMBERS) if name in steps}, steps["q"]
-        p_logits = self._p_logits(reading, begins, steps["draft_ids"], steps["owner"]).to(q.device)
+        p_logits = self._p_logits(chains, begins, steps["draft_ids"], steps["owner"]).to(q.device)
         p = self.sampling.probs(p_logits.float())
         columns |= label_target(p, columns, q, q_logits=steps["q_logits"], p_logits=p_logits)
         hidden = {timing: steps[timing].to("cpu", self.feature_dtype) for timing in timings}
@@ -133,7 +132,7 @@ class ChainLabeller:
         return {name: values.cpu() for name, values in columns.items()} | hidden
 
     def _steps(
-        self, chains: Rollouts | BlockRollouts, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
+        self, chains: Rollouts, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
     ) -> dict[str, Tensor]:
         """The labels, q, q_logits, both states and `owner` (its draft) of each step of the drafts, draft by draft.
 
@@ -158,7 +157,7 @@ class ChainLabeller:
         return _selected(table, table["owner"].argsort(stable=True))  # stable: each draft keeps the order of its steps
 
     def _p_logits(
-        self, reading: TargetOutputs, begins: Tensor, tokens: Tensor, owners: Tensor
+        self, chains: Rollouts, begins: Tensor, tokens: Tensor, owners: Tensor
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
@@ -166,11 +165,11 @@ class ChainLabeller:
         lengths = owners.bincount()
         firsts = lengths.cumsum(0) - lengths
         indices = torch.arange(len(tokens), device=device) - firsts[owners]
-        hidden = reading.hidden.new_empty(len(tokens), reading.hidden.shape[-1]).to(device)
-        hidden[firsts] = reading.hidden.to(device)[begins - 1]
+        hidden = chains.target_hidden.new_empty(len(tokens), chains.target_hidden.shape[-1]).to(device)
+        hidden[firsts] = chains.target_hidden.to(device)[begins - 1]
         is_fed = indices < lengths[owners] - 1
         if is_fed.any():
-            tree = Continuations(self.target, self.vocab_size, reading.cache, begins)
+            tree = Continuations(self.target, self.vocab_size, chains.target_cache, begins)
             fed = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed])
             hidden[is_fed.nonzero().squeeze(-1) + 1] = fed.to(device)
             tree.drop()

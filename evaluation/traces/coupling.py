@@ -33,7 +33,7 @@ from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residua
 from lm.batch import Continuations, check_branch_length, check_branches, read_prefix
 from lm.draws import draw
 from lm.features.dspark import DSpark
-from lm.features.rollout import BlockRollouts, Rollouts, rollouts_of, run_target
+from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.sampling import refuse_non_finite
 from lm.signals import signals_of, stored_scalars
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
 
     num_prompt: int
     token: Int[Tensor, " position"]
-    drafts: Branches | Rollouts | BlockRollouts
+    drafts: Branches | Rollouts
     draft_hidden: Float[Tensor, "position hidden"]
     """The draft's state that each position's q follows from, if a round begins there."""
     target_hidden: Float[Tensor, "position hidden"]
@@ -144,10 +144,10 @@ class Recorder:
             if isinstance(model, PreTrainedModel):
                 check_branches(model)
                 check_branch_length(model, len(ids) + self.max_draft_length, num_prompt=num_prompt)
-        drafts: Branches | Rollouts | BlockRollouts
+        drafts: Branches | Rollouts
         if isinstance(self.draft, FeatureDraft):
-            outputs = run_target(self.target, self.draft, ids)
-            drafts, cache, hidden = rollouts_of(self.draft, outputs, ids), outputs.cache, outputs.hidden
+            drafts = rollouts_of(self.target, self.draft, ids)
+            cache, hidden = drafts.target_cache, drafts.target_hidden
         else:
             drafts = Branches(self.draft, self.vocab_size, ids)
             cache, hidden = read_prefix(self.target, ids)

@@ -3,7 +3,7 @@
 A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
 distribution reads these, every further one the draft's own outputs. So each position of a text has its own rollout:
 
-    rollouts = rollouts_of(draft, run_target(target, draft, ids), ids)
+    rollouts = rollouts_of(target, draft, ids)
     hidden = rollouts.begin(lengths)            one rollout per length n; input of its first distribution
     hidden = rollouts.feed(tokens, owners)      one more token of some rollouts; input of their next distributions
 
@@ -11,13 +11,12 @@ Rollouts of a DSpark draft are blocks: all states of one exist once it begins, a
 alone. `lm.features.model` drafts one sequence in the same way, with a cache that rolls back.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lm.batch import read_prefix
 from lm.cache import growing_cache, roll_back
@@ -32,44 +31,39 @@ from lm.masks import BranchMask, Fed, visible
 _MAX_BLOCKS = 64  # blocks per forward; bounds the attention mask
 
 
-class TargetOutputs(NamedTuple):
-    """Outputs of the target for one text, which `cache` holds."""
-
-    cache: DynamicCache
-    hidden: Float[Tensor, "token hidden"]  # of each token after the final norm
-    features: Float[Tensor, "1 token feature"]  # what the draft reads of each token; width 0 if it reads only the cache
-
-
-@torch.inference_mode()
-def run_target(target: PreTrainedModel, draft: FeatureDraft, ids: Sequence[int]) -> TargetOutputs:
-    """One forward of the target over a text."""
-    with recorded(modules_read_by(draft, target)) as outputs:
-        cache, hidden = read_prefix(target, list(ids))
-    return TargetOutputs(cache, hidden, features_of(outputs, hidden).to(draft.device)[None])
-
-
 class Rollouts:
-    """One text in the cache of an EAGLE or GliDe draft, and rollouts from it."""
+    """Rollouts of an EAGLE or GliDe draft from positions of one text, which is in its cache.
 
-    max_length = float("inf")  # tokens of a rollout
+    Attributes:
+        max_length: maximum number of tokens of a rollout.
+        target_cache: the target's cache, which holds the text.
+        target_hidden: [token, hidden] the target's states after its final norm.
+    """
 
-    def __init__(self, draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> None:
-        """`outputs`: the target's for the text `ids`, of at least two tokens. ValueError for a GliDe draft of several
-        layers, whose upper layers depend on where earlier rounds ended.
+    max_length = float("inf")
+
+    @torch.inference_mode()
+    def __init__(self, target: PreTrainedModel, draft: FeatureDraft, ids: list[int]) -> None:
+        """Run both models over a text of at least two tokens. ValueError for a GliDe draft of several layers, whose
+        upper layers depend on where earlier rounds ended.
         """
         if isinstance(draft, Glide) and (num_layers := draft.config.num_hidden_layers) > 1:
             raise ValueError(
                 f"this draft has {num_layers} layers, and their cache depends on where earlier rounds ended: no trace "
                 "or data can be made with it; `acceptance-heads bench` compares policies without"
             )
-        self.draft, self._target, self._length = draft, outputs, len(ids)
-        tokens = torch.tensor(list(ids), device=draft.device)[draft.lag :]
-        positions = torch.arange(len(tokens), device=draft.device)
-        self._cache = growing_cache(2 * len(ids))
-        with torch.inference_mode():
-            states = draft.entering(outputs.features[:, : len(tokens)]) if isinstance(draft, Eagle) else None
-            # the target has no key before the first token, so it sees its own; no rollout begins there
-            self._text = self._run(tokens, positions, states, positions.clamp(min=1))
+        with recorded(modules_read_by(draft, target)) as outputs:
+            self.target_cache, self.target_hidden = read_prefix(target, ids)
+        self.draft, self._length, self._cache = draft, len(ids), growing_cache(2 * len(ids))
+        self._read(torch.tensor(ids, device=draft.device), features_of(outputs, self.target_hidden)[None])
+
+    def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
+        """Read the text with the target's features of it."""
+        tokens = tokens[self.draft.lag :]
+        positions = torch.arange(len(tokens), device=self.draft.device)
+        states = self.draft.entering(features[:, : len(tokens)]) if isinstance(self.draft, Eagle) else None
+        # the target has no key before the first token, so it sees its own; no rollout begins there
+        self._text = self._run(tokens, positions, states, positions.clamp(min=1))
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout hidden"]:
@@ -102,20 +96,19 @@ class Rollouts:
         if not isinstance(self.draft, Glide):
             return self.draft(tokens[None], states, positions[None], **given)
         given["cross_mask"] = visible(num_known - 1, self._length)[None, None]
-        keys_values = self.draft.keys_values(self._target.cache, self._length)
+        keys_values = self.draft.keys_values(self.target_cache, self._length)
         return self.draft(tokens[None], keys_values, positions[None], **given)
 
 
-class BlockRollouts:
-    """One text in the cache of a DSpark draft, and blocks from positions of it; the interface of `Rollouts`."""
+class BlockRollouts(Rollouts):
+    """Blocks of a DSpark draft from positions of one text, whose context is in its cache."""
 
-    def __init__(self, draft: DSpark, outputs: TargetOutputs, ids: Sequence[int]) -> None:
-        self.draft, self._length, self.max_length = draft, len(ids), float(draft.block_size)
-        self._tokens = torch.tensor(list(ids), device=draft.device)
-        self._cache = growing_cache(2 * len(ids))
-        with torch.inference_mode():
-            positions = torch.arange(len(ids), device=draft.device)[None]
-            draft.remember(draft.context(outputs.features), positions, self._cache)
+    draft: DSpark
+
+    def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
+        self._tokens, self.max_length = tokens, float(self.draft.block_size)
+        positions = torch.arange(len(tokens), device=self.draft.device)[None]
+        self.draft.remember(self.draft.context(features), positions, self._cache)
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout wide"]:
@@ -148,6 +141,6 @@ class BlockRollouts:
         return self.draft.block(self._tokens[anchors][None], anchors[None], cache=self._cache, mask=mask)[0]
 
 
-def rollouts_of(draft: FeatureDraft, outputs: TargetOutputs, ids: Sequence[int]) -> Rollouts | BlockRollouts:
+def rollouts_of(target: PreTrainedModel, draft: FeatureDraft, ids: list[int]) -> Rollouts:
     """Rollouts of a draft of any kind; args and errors are those of `Rollouts`."""
-    return BlockRollouts(draft, outputs, ids) if isinstance(draft, DSpark) else Rollouts(draft, outputs, ids)
+    return (BlockRollouts if isinstance(draft, DSpark) else Rollouts)(target, draft, ids)

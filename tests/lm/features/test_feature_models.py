@@ -10,7 +10,7 @@ import torch
 from lm import CachedModel, feature_model
 from lm.features.glide import Glide
 from lm.features.recorder import FeatureRecorder
-from lm.features.rollout import Rollouts, rollouts_of, run_target
+from lm.features.rollout import rollouts_of
 from lm.masks import Tree
 from tests.toys.enumeration import seeded
 from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, config, draft, target
@@ -96,7 +96,7 @@ def alone(kind: str, family: str, text: list[int], tokens: list[int]) -> torch.T
 
 @pytest.mark.parametrize(("kind", "family"), [*PAIRS, *product(BLOCKS, TARGETS)])
 def test_each_chain_is_a_round_of_its_own(kind, family):
-    chains = rollouts_of(draft(kind, family), run_target(target(family), draft(kind, family), TEXT), TEXT)
+    chains = rollouts_of(target(family), draft(kind, family), TEXT)
     num_steps = int(min(4, chains.max_length - 1))
     for _ in range(2):  # the second time the first chains are in the way
         states = [[state] for state in chains.begin(torch.tensor(LENGTHS))]
@@ -115,5 +115,5 @@ def test_a_glide_draft_of_two_layers_is_refused_with_one_line():
     sizes = {"num_hidden_layers": 2, "large_hidden_size": 16, "large_num_attention_heads": 4}
     made = Glide(config(**sizes), 3).double().eval().bind(target())
     with pytest.raises(ValueError, match="has 2 layers") as refusal:
-        Rollouts(made, run_target(target(), made, TEXT), TEXT)
+        rollouts_of(target(), made, TEXT)
     assert "\n" not in str(refusal.value)
