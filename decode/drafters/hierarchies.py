@@ -109,10 +109,9 @@ class PreVerifiedDrafter(PolicyDrafter):
         vocab_size: int | None = None,
     ) -> None:
         """`model` verifies what `inner` proposes, any drafter, and its signals and hidden states show `policy` when
-        this level stops. `rounds` are by default those of full HSDDW; `vocab_size` is as in `ModelDrafter`.
+        this level stops. `rounds` are by default those of full HSDDW.
         """
-        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads))
-        super().__init__(wrapped, policy)
+        super().__init__(model, policy, vocab_size=vocab_size)
         self.inner, self.rounds = inner, rounds or InnerRounds()
 
     def start(self, session: Session) -> None:

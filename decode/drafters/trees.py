@@ -28,7 +28,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.drafter import PolicyDrafter, Proposal
-from decode.loop.session import cached
 from decode.policies.base import Policy
 from lm.features.model import BlockModel, GlideModel, TreeDraft
 from lm.masks import ROOT, Tree
@@ -156,14 +155,13 @@ class TreeDrafter(PolicyDrafter):
         read_every: int = 1,
         vocab_size: int | None = None,
     ) -> None:
-        """Args, beside those of `ModelDrafter`:
+        """Args, beside those of `PolicyDrafter`:
         shape: how the tree branches; None: as EAGLE-2's. ValueError if the model cannot hold such a tree.
         read_every: levels between checks for the policy's stop.
         """
         if read_every < 1:
             raise ValueError(f"read_every is {read_every}; it must be at least 1")
-        wrapped = cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads), holds_trees=True)
-        super().__init__(wrapped, policy)
+        super().__init__(model, policy, vocab_size=vocab_size)
         if isinstance(self.model, BlockModel):
             raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
         self.shape, self.read_every = shape or dynamic(), read_every
@@ -172,7 +170,6 @@ class TreeDrafter(PolicyDrafter):
                 f"a GliDe draft feeds one chain, but {self.shape} expands {self.shape.num_expanded} nodes a level; use "
                 "CaPE's tree"
             )
-        self._looks = type(policy).after is not Policy.after or policy.stops_before or bool(policy.zero_feedback)
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         """Draft at most `max_tokens` levels after `committed`."""
@@ -213,7 +210,7 @@ class TreeDrafter(PolicyDrafter):
         rows = [None] * len(logits) if hidden is None else list(hidden[-len(logits) :].split(1))
         self._outputs.update(zip(growth.expanded, zip(logits, rows, strict=True), strict=True))
         growth.add_level(upcast(logits).log_softmax(-1))
-        if not self._looks:
+        if not self._reads_tokens:
             return True
         is_checked, path = len(growth.levels) % self.read_every == 0, growth.best_path()
         run = self.run.branched(is_longer=path[:-1] == self._path)

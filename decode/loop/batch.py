@@ -18,9 +18,8 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
 from decode.loop.signals import BatchSignals
-from decode.policies.base import Policy
-from decode.policies.batch import BatchAuto, BatchController
-from lm import CachedModel, Sampler, Sampling, verify
+from decode.policies.batch import BatchAuto, BatchController, batched
+from lm import CachedModel, Sampler, verify
 from lm.batch import BatchModel
 from lm.draws import refuse_no_token
 
@@ -63,24 +62,27 @@ class Batch:
 
     def __init__(
         self,
-        models: tuple[BatchModel, BatchModel],
-        policy: Policy,
+        target: CachedModel,
+        drafter: ModelDrafter,
         requests: Sequence[tuple[list[int], int, Sampler]],
         *,
-        sampling: Sampling,
-        eos_ids: frozenset[int],
+        num_rows: int,
+        session: Session,
         max_draft_length: int,
     ) -> None:
         """Args, beside those of `SpeculativeDecoder`:
-        models: target and draft, with a row for each sequence.
         requests: prompt, number of new tokens (0: it is skipped) and draws of each.
+        num_rows: number of sequences that are decoded together.
+        session: sampling and EOS ids.
         """
-        (self._target, self._draft), self._policy, self._requests = models, policy, requests
+        self._target, self._draft = BatchModel(target, num_rows), BatchModel(drafter.model, num_rows)
+        self._policy = policy = batched(drafter.policy, num_rows)
         rows = zip(self._draft.rows, self._target.rows, strict=True)
         self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
-        self._sampling, self._eos_ids, self._max_draft_length = sampling, eos_ids, max_draft_length
+        self._sampling, self._eos_ids, self._max_draft_length = session.sampling, session.eos_ids, max_draft_length
         self._signals = BatchSignals(self._draft.rows[0].embedding)
         self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
+        self._requests = requests
         self._rounds: list[list[Round]] = [[] for _ in requests]
         self._stepped: list[_Sequence] = []
 

@@ -19,9 +19,7 @@ from decode.loop.batch import Batch
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached
-from decode.policies.batch import batched
 from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling, verify
-from lm.batch import BatchModel
 from lm.masks import Tree
 from lm.verification import node_probs, verify_tree
 
@@ -68,21 +66,10 @@ class SpeculativeDecoder:
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
     def generate_batch(
-        self,
-        prompts: Iterable[Ids],
-        max_new_tokens: SupportsIndex | Iterable[SupportsIndex],
-        *,
-        batch_size: SupportsIndex = 16,
-        generator: torch.Generator | Sequence[Sampler] | None = None,
+        self, prompts: Iterable[Ids], max_new_tokens: SupportsIndex | Iterable[SupportsIndex], **settings: Any
     ) -> list[Generation]:
-        """One generation per prompt, as `generate` makes it, `batch_size` at a time (law 4.13): a prompt replaces a
-        sequence that has ended.
-
-        `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
-        turn, whatever the batch size. ValueError as `generate`, and for a drafter of several models or a model whose
-        cache cannot roll back single sequences.
-        """
-        batch = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
+        """One generation per prompt, as `generate` makes it; arguments and errors are those of `batch`."""
+        batch = self.batch(prompts, max_new_tokens, **settings)
         for _ in batch:
             pass
         return batch.generations
@@ -95,7 +82,13 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> Batch:
-        """`generate_batch` round by round: iterate over it; then it has the generations."""
+        """Decode `batch_size` prompts at a time (law 4.13), round by round: iterate over it; then it has a generation
+        per prompt. A prompt replaces a sequence that has ended.
+
+        `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
+        turn, whatever the batch size. ValueError as `generate`, and for a drafter of several models or a model whose
+        cache cannot roll back single sequences.
+        """
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
             raise ValueError(
@@ -123,16 +116,9 @@ class SpeculativeDecoder:
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
                     f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
-        models = BatchModel(self.target, num_rows), BatchModel(self.drafter.model, num_rows)
         requests = list(zip(all_ids, limits, generator, strict=True))
-        return Batch(
-            models,
-            batched(self.drafter.policy, num_rows),
-            requests,
-            sampling=self.sampling,
-            eos_ids=self.eos_ids,
-            max_draft_length=self.max_draft_length,
-        )
+        settings: Any = {"session": everyone, "max_draft_length": self.max_draft_length}
+        return Batch(self.target, self.drafter, requests, num_rows=num_rows, **settings)
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None

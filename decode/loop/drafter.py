@@ -83,9 +83,18 @@ class PolicyDrafter:
     verifies = False
     """Whether the model verifies what is drafted below it."""
 
-    def __init__(self, model: DraftModel, policy: Policy) -> None:
-        self.model, self.policy = model, policy
-        self._signals = reader_of(policy, model)
+    def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
+        """Args:
+        model: a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.FeatureModel`) reads the target
+            that verifies, and drafts nothing until the target has read the prompt.
+        policy: when to stop (law 4.3).
+        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
+        """
+        how = {"with_hidden": bool(policy.heads), "holds_trees": self.drafts_trees}
+        self.model, self.policy = cached(model, vocab_size=vocab_size, **how), policy
+        self._signals = reader_of(policy, self.model)
+        looks = type(policy).after is not Policy.after or policy.stops_before
+        self._reads_tokens = looks or bool(policy.signals or policy.zero_feedback)
 
     def start(self, session: Session) -> None:
         session.take(self.model, self.role, verifies=self.verifies)
@@ -121,23 +130,13 @@ class PolicyDrafter:
 class ModelDrafter(PolicyDrafter):
     """One model drafts token by token until its policy stops or its context is full."""
 
-    def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
-        """Args:
-        model: the draft; a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.FeatureModel`) reads
-            the target that verifies, and drafts nothing until the target has read the prompt.
-        policy: when to stop (law 4.3).
-        vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
-        """
-        super().__init__(cached(model, vocab_size=vocab_size, with_hidden=bool(policy.heads)), policy)
-        self._reads_signals = type(policy).after is not Policy.after or policy.stops_before or bool(policy.signals)
-
     def start(self, session: Session) -> None:
         super().start(session)
         self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
 
     def reads_at_end(self) -> bool:
-        """Whether the whole draft stays on an accelerator, since its policy reads no signal (fixed length)."""
-        return self.model.device.type != "cpu" and not self._reads_signals and self._session.sampling.sees_no_tokens
+        """Whether the whole draft stays on an accelerator, since its policy sees no token (fixed length)."""
+        return self.model.device.type != "cpu" and not self._reads_tokens and self._session.sampling.sees_no_tokens
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         num_tokens = self.begin(committed, max_tokens)

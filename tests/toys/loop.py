@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import decode.loop.decoder
+import decode.loop.batch
 from decode import ModelDrafter, SpeculativeDecoder, policies
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
@@ -151,9 +151,7 @@ class ToyBatch(BatchModel):
         return [row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)]
 
 
-decode.loop.decoder.BatchModel = lambda model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(
-    model, num
-)
+decode.loop.batch.BatchModel = lambda model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(model, num)
 
 
 def decoder_of(
