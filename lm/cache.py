@@ -153,7 +153,8 @@ class BufferLayer(DynamicLayer):
         self.first = 0
 
     def _view(self) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = (buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values))
+        self.keys = self._keys.narrow(2, self.first, self.length)
+        self.values = self._values.narrow(2, self.first, self.length)
         return self.keys, self.values
 
 

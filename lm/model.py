@@ -9,7 +9,6 @@ to the end of the text and drops the others. That is exact for full attention wi
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from inspect import signature
 from typing import Any
 
@@ -176,8 +175,9 @@ class CachedModel:
         """Append tokens to the text: the logits after each of the last `num_rows` of them, in the model's dtype."""
         assert 1 <= num_rows <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens"
         self._check_side(len(new_tokens) - num_rows + 1, self._length + len(new_tokens))
-        # the loop enters it once a round: entering costs as much as a softmax
-        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+        if torch.is_inference_mode_enabled():  # the loop enters it once a round: entering costs as much as a softmax
+            return self._feed_text(new_tokens, num_rows)
+        with torch.inference_mode():
             return self._feed_text(new_tokens, num_rows)
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ the dtype of the logits (float64 on request), and top-p sorts on the CPU only wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -91,17 +92,17 @@ class Sampling:
             return None
         return Sampling(**{names[type(warper)]: getattr(warper, names[type(warper)]) for warper in processors})
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """True when every distribution is one-hot."""
         return self.temperature == 0
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """True when the distribution is softmax(logits) itself."""
         return self.temperature == 1 and not self._warpers and self.sees_no_tokens
 
-    @property
+    @cached_property
     def sees_no_tokens(self) -> bool:
         """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
         return type(self).processed is Sampling.processed
