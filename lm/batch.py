@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from lm.cache import BufferLayer, RowFeed, growing_cache, roll_back
+from lm.cache import CAPACITY, RowFeed, WindowLayer, growing_cache, is_attention, make_cache, roll_back
 from lm.forwards import body_and_lm_head, body_of, chunks, device_of, hidden_states, refuse_training
 from lm.masks import BranchMask, Fed, additive, visible
 from lm.model import CachedModel, Logits
@@ -58,17 +57,10 @@ class BatchModel:
         """At most `num_rows` sequences in the model of `cached`; ValueError if rows cannot be rolled back alone."""
         self.model, self.vocab_size = cached.model, cached.vocab_size
         self.device = device_of(self.model)  # `cached` knows where the model was at its last reset
-        self._cache = DynamicCache(config=self.model.config)
-        remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
-        refusal = refusal_of(self.model, "be decoded in batches", remedy)
-        kinds = {type(layer) for layer in self._cache.layers}
-        if kinds != {DynamicLayer}:
-            others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer}))
-            raise refusal(f"its cache has {others or 'no layers that are known beforehand'}")
         self._num_rows = max(num_rows, 2)
-        self._cache.layers = [BufferLayer(1) for _ in self._cache.layers]
+        self._cache = make_cache(self.model, 1)
         self.rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
-        check_batch(cached, self, refusal)
+        check_batch(cached, self)
         for row in self.rows:
             row.reset()
         del self.rows[num_rows:]
@@ -105,7 +97,9 @@ class BatchModel:
         inputs = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
         inputs["position_ids"] = positions.minimum(ends - 1)  # padding may lie beyond the last position
         inputs["attention_mask"] = additive(visible(positions, end), self.model.dtype)[:, None]
-        indices = torch.tensor(_last(list(map(len, fed)), num_logits, width), dtype=torch.long)
+        nums = enumerate(zip(fed, num_logits, strict=True))  # the last `num` tokens of each row, in [row x width]
+        last = [width * row + index for row, (tokens, num) in nums for index in range(len(tokens) - num, len(tokens))]
+        indices = torch.tensor(last, dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
             states = parts[0](**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
@@ -119,100 +113,76 @@ class BatchModel:
         return list(logits[:, : self.vocab_size].split(list(num_logits)))
 
 
-def _last(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
-    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
-    nums = enumerate(zip(num_fed, num_logits, strict=True))
-    return [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
-
-
-class ReadText(DynamicCache):
-    """The cache of a model with recurrent layers, which cannot hold branches, and the text that it has read."""
-
-    ids: list[int]
-
-
-class Continuations:
-    """Continuations of one text, each from some position of it, read side by side.
+class ReadText:
+    """A text that a model has read, and continuations of it, each from some position, which are read side by side.
 
     The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
-    mask and explicit positions. Departure: a model with sliding windows sees its whole context here;
-    `check_branch_length` refuses longer texts. A model with recurrent layers reads each continuation again with the
-    text before it.
+    mask and explicit positions. Departure: a model with sliding windows sees its whole context here; `check_branches`
+    refuses longer texts. A model with recurrent layers, whose cache cannot hold branches, reads each continuation again
+    with the text before it.
+
+    Attributes:
+        cache: holds the text, and perhaps continuations after it.
+        hidden: [position, hidden] final hidden states after each token of the text.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, vocab_size: int, cache: DynamicCache, starts: Int[Tensor, " branch"]
-    ) -> None:
-        """`cache` holds the text (`read_prefix`), and then what is fed; each continuation sees its `starts` first
-        tokens of the text. Callers compute distributions of width `vocab_size` from hidden states.
-        """
-        self.model, self.vocab_size, self.cache, self.starts = model, vocab_size, cache, starts
-        self._num_text = len(cache.ids) if isinstance(cache, ReadText) else cache.get_seq_length()
-        self.drop()
+    max_length = float("inf")  # tokens of a continuation
 
     @torch.inference_mode()
-    def feed(self, tokens: Fed, owners: Fed, depths: Fed) -> States:
-        """Hidden states after tokens of continuations `owners`; `depths` is the index of each in its own, from 0."""
-        if isinstance(self.cache, ReadText):
-            return self._read_again(self.cache.ids, tokens, owners)
-        positions, mask = self._mask.feed(owners, depths)
-        inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self.model.dtype)[None, None]}
-        output = body_of(self.model)(input_ids=tokens[None], past_key_values=self.cache, use_cache=True, **inputs)
+    def __init__(self, model: PreTrainedModel, ids: list[int]) -> None:
+        self._model, self._ids, self._device = model, ids, device_of(model)
+        self._reads_again = not is_attention(make_cache(model, CAPACITY))
+        # of layers without windows: the mask hides entries
+        self.cache = DynamicCache(config=model.config) if self._reads_again else growing_cache(2 * len(ids))
+        tokens = torch.tensor([ids], device=self._device)
+        output = body_of(model)(input_ids=tokens, past_key_values=self.cache, use_cache=True)
+        self.hidden: States = output.last_hidden_state[0]
+
+    def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
+        """Begin continuations after these numbers of tokens of the text, and drop those before: the hidden state that
+        each one's first token follows from.
+        """
+        self._lengths, self._tails = lengths.to(self._device), [list[int]() for _ in lengths]
+        self._mask = BranchMask(len(self._ids), self._lengths)
+        if not self._reads_again:
+            roll_back(self.cache, len(self._ids))
+        return self.hidden[lengths.to(self.hidden.device) - 1]
+
+    @torch.inference_mode()
+    def feed(self, tokens: Fed, owners: Fed) -> States:
+        """Append a token to each of the continuations `owners`, in turn: the hidden states after them."""
+        tokens, owners = tokens.to(self._device), owners.to(self._device)
+        if self._reads_again:
+            return self._read_again(tokens, owners)
+        positions, mask = self._mask.feed(owners)
+        inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self._model.dtype)[None, None]}
+        output = body_of(self._model)(input_ids=tokens[None], past_key_values=self.cache, use_cache=True, **inputs)
         return output.last_hidden_state[0]
 
-    def drop(self) -> None:
-        """Drop all continuations, and keep the text."""
-        self._tails: dict[int, list[int]] = {}
-        if not isinstance(self.cache, ReadText):
-            roll_back(self.cache, self._num_text)
-        self._mask = BranchMask(self._num_text, self.starts)
-
-    def _read_again(self, text: list[int], tokens: Fed, owners: Fed) -> States:
-        fed: dict[int, list[int]] = {owner: [] for owner in sorted(set(owners.tolist()))}
+    def _read_again(self, tokens: Fed, owners: Fed) -> States:
         for owner, token in zip(owners.tolist(), tokens.tolist(), strict=True):
-            fed[owner].append(token)
-        self._tails |= {owner: [*self._tails.get(owner, ()), *new] for owner, new in fed.items()}
-        rows = [[*text[: int(self.starts[owner])], *self._tails[owner]] for owner in fed]
-        starts = [len(row) - len(new) for row, new in zip(rows, fed.values(), strict=True)]
+            self._tails[owner].append(token)
+        fed, nums = (column.tolist() for column in owners.unique(return_counts=True))
+        rows = [[*self._ids[: int(self._lengths[owner])], *self._tails[owner]] for owner in fed]
+        starts = [len(row) - num for row, num in zip(rows, nums, strict=True)]
         groups = chunks(len(rows), max(1, _MAX_READ // max(map(len, rows))))
-        states = torch.cat([hidden_states(self.model, rows[group], starts[group]) for group in groups])
+        states = torch.cat([hidden_states(self._model, rows[group], starts[group]) for group in groups])
         return torch.empty_like(states).index_copy_(0, owners.argsort(stable=True).to(states.device), states)
 
 
-def keeps_states(model: PreTrainedModel) -> bool:
-    """True if the cache of the model has layers that are not attention."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
-    return not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
-
-
-def read_prefix(model: PreTrainedModel, ids: list[int]) -> tuple[DynamicCache, Float[Tensor, "position hidden"]]:
-    """A cache that holds `ids`, and the final hidden states after each. Windows are ignored: the mask hides entries."""
-    cache = growing_cache(2 * len(ids))
-    if keeps_states(model):
-        cache = ReadText(config=model.config)
-        cache.ids = ids
-    tokens = torch.tensor([ids], device=device_of(model))
-    with torch.inference_mode():
-        states = body_of(model)(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
-    return cache, states[0]
-
-
-def check_branches(model: PreTrainedModel) -> None:
-    """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone."""
+def check_branches(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
+    """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone; or
+    if `length` tokens, prompt, response and branch, are longer than a window of the model, or cross a RoPE switch.
+    """
     refuse_training(model)
     refusal = refusal_of(model, "be recorded in a trace", "`acceptance-heads bench` compares policies without a trace")
     check(model, "branches side by side", partial(_branch_feeds, model), refusal)
-
-
-def check_branch_length(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
-    """Raise ValueError if prompt, response and branch are longer than a window of the model, or cross a RoPE switch."""
     subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
     refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)
-    if keeps_states(model):
-        return
-    for index, layer in enumerate(DynamicCache(config=model.config).layers):
-        if isinstance(layer, DynamicSlidingWindowLayer) and length > layer.sliding_window:
+    cache = make_cache(model, CAPACITY)
+    for index, layer in enumerate(cache.layers):
+        if is_attention(cache) and isinstance(layer, WindowLayer) and length > layer.sliding_window:
             raise ValueError(
                 f"layer {index} of {type(model).__name__} sees {layer.sliding_window} tokens; prompt, response and "
                 f"branch have {length}, which branches need to see whole: {remedy}"
@@ -223,11 +193,10 @@ def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, T
     """(hidden states of a branch beside the others, those of the branch alone) of every branch."""
     prefix = ids_of_plan(model, _PREFIX, seed)
     branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
-    cache, _ = read_prefix(model, prefix)
-    device = device_of(model)
-    side_by_side = Continuations(model, 0, cache, torch.tensor([num for num, _ in branches], device=device))
-    fed = [(token, owner, depth) for owner, (_, ids) in enumerate(branches) for depth, token in enumerate(ids)]
-    hidden = side_by_side.feed(*torch.tensor(fed, device=device).T).split([len(ids) for _, ids in branches])
+    text, device = ReadText(model, prefix), device_of(model)
+    text.begin(torch.tensor([num for num, _ in branches]))
+    fed = [(token, owner) for owner, (_, ids) in enumerate(branches) for token in ids]
+    hidden = text.feed(*torch.tensor(fed).T).split([len(ids) for _, ids in branches])
     for states, (num_visible, ids) in zip(hidden, branches, strict=True):
         whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device)
         yield states, body_of(model)(input_ids=whole, use_cache=False).last_hidden_state[0, num_visible:]

@@ -246,12 +246,12 @@ def roll_back(cache: Any, length: int) -> None:
         layer.roll_back(length)
 
 
-def takes_turns(cache: DynamicCache) -> bool:
-    """Whether rows can be overwritten (`insert_rows`) and first positions dropped: attention layers can do both."""
+def is_attention(cache: DynamicCache) -> bool:
+    """True if all layers are attention: they roll back by counting, and rows can be overwritten (`insert_rows`)."""
     return all(isinstance(layer, BufferLayer) for layer in cache.layers)
 
 
 def insert_rows(cache: DynamicCache, other: DynamicCache, rows: Tensor, num_rows: int) -> None:
     """`BufferLayer.insert_rows` in every layer."""
     for layer, new in zip(cache.layers, other.layers, strict=True):
-        layer.insert_rows(new, rows, num_rows)  # type: ignore[union-attr]  # `takes_turns`
+        layer.insert_rows(new, rows, num_rows)  # type: ignore[union-attr]  # `is_attention`

@@ -122,12 +122,11 @@ class BranchMask:
 
     def __init__(self, num_text: int, starts: Int[Tensor, " branch"]) -> None:
         """`num_text`: entries of the text; `starts`: position at which each continuation begins."""
-        self._num_text, self._starts = num_text, starts
-        self._owners = self._depths = starts.new_empty(0)
+        self._num_text, self._starts, self._owners = num_text, starts, starts.new_empty(0)
 
-    def feed(self, owners: Fed, depths: Fed) -> tuple[Fed, Mask]:
-        """Append entries number `depths`, from 0, of the continuations `owners`: their positions, and their mask."""
-        self._owners, self._depths = torch.cat([self._owners, owners]), torch.cat([self._depths, depths])
-        in_branch = (self._owners == owners[:, None]) & (self._depths <= depths[:, None])
-        starts = self._starts[owners]
-        return starts + depths, visible(starts - 1, self._num_text, in_branch)
+    def feed(self, owners: Fed) -> tuple[Fed, Mask]:
+        """Append an entry to each of the continuations `owners`, in turn: their positions, and their mask."""
+        num_before, starts = len(self._owners), self._starts[owners]
+        self._owners = torch.cat([self._owners, owners])
+        in_branch = (self._owners == owners[:, None]).tril(num_before)  # earlier entries of its owner, and itself
+        return starts + in_branch.sum(-1) - 1, visible(starts - 1, self._num_text, in_branch)

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from lm.forwards import device_of
 from lm.masks import Tree
@@ -103,26 +104,22 @@ def check_cache(cached: Cached) -> None:
 def check_tree(cached: Cached) -> None:
     """Raise ValueError unless each node of a tree in the cache has the logits of its path alone."""
     refusal = refusal_of(cached.model, "hold a tree of drafts", "only full attention can: draft chains with this model")
-    if others := {type(layer).__name__ for layer in cached.cache.layers} - {"BufferLayer"}:
-        raise refusal(f"its cache has {', '.join(sorted(others))}")
-    check(cached.model, "nodes of a tree", partial(_tree_feeds, cached), refusal)
-    cached.reset()
+    _check_full_attention(cached, "nodes of a tree", partial(_tree_feeds, cached), refusal)
 
 
-def check_batch(cached: Cached, batch: Any, refusal: Refusal) -> None:
+def check_batch(cached: Cached, batch: Any) -> None:
     """Raise ValueError unless rows of `batch`, a `BatchModel`, have the logits that each has alone, in `cached`."""
+    remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
+    refusal = refusal_of(cached.model, "be decoded in batches", remedy)
+    _check_full_attention(cached, "rows of different lengths", partial(_batch_feeds, cached, batch), refusal)
 
-    def feeds(seed: int) -> Feeds:
-        for plan in _BATCH:
-            texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
-            for row, (num_kept, _) in zip(batch.rows, plan, strict=False):
-                row.roll_back(num_kept)
-            new_tokens = [text[len(row) :] for row, text in zip(batch.rows, texts, strict=False)]
-            for text, logits in zip(texts, batch.feed(batch.rows[:2], new_tokens, [1, 1]), strict=True):
-                cached.reset()
-                yield logits, cached.feed(text)
 
-    check(cached.model, "rows of different lengths", feeds, refusal)
+def _check_full_attention(cached: Cached, way: str, plan: Plan, refusal: Refusal) -> None:
+    """`check` a model whose cache has layers of full attention alone; others are refused."""
+    kinds = {type(layer) for layer in DynamicCache(config=cached.model.config).layers}
+    if others := sorted(kind.__name__ for kind in kinds - {DynamicLayer}):
+        raise refusal(f"its cache has {', '.join(others)}")
+    check(cached.model, way, plan, refusal)
     cached.reset()
 
 
@@ -203,6 +200,19 @@ def _tree_feeds(cached: Cached, seed: int) -> Feeds:
     for nodes, logits in [*zip(map(tree.path, range(len(tree))), in_tree.split(1), strict=True), (path, after_keeping)]:
         cached.reset()
         yield logits, cached.feed([*text, *tree.tokens_of(nodes)])
+
+
+def _batch_feeds(cached: Cached, batch: Any, seed: int) -> Feeds:
+    """(logits of a row of a batch, those of its text alone), for every row of every feed."""
+    rows = batch.rows[:2]
+    for plan in _BATCH:
+        texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
+        for row, (num_kept, _) in zip(rows, plan, strict=True):
+            row.roll_back(num_kept)
+        new_tokens = [text[len(row) :] for row, text in zip(rows, texts, strict=True)]
+        for text, logits in zip(texts, batch.feed(rows, new_tokens, [1, 1]), strict=True):
+            cached.reset()
+            yield logits, cached.feed(text)
 
 
 def _text(cached: Cached, length: int, seed: int) -> list[int]:

@@ -25,7 +25,7 @@ from data_gen.labels.laws import NUMBERS, label_draft, label_target
 from data_gen.responses.exchange import Exchange, Progress
 from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
-from lm.batch import Continuations, check_branch_length, check_branches
+from lm.batch import check_branches
 from lm.features.dspark import DSpark
 from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, logits_of, output_device_of
@@ -93,8 +93,7 @@ class ChainLabeller:
         """
         prompt, response = exchange.prompt_ids, exchange.response_ids
         ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
-        check_branches(self.target)
-        check_branch_length(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
+        check_branches(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         chains = rollouts_of(self.target, self.draft, ids)
         at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
@@ -165,14 +164,12 @@ class ChainLabeller:
         lengths = owners.bincount()
         firsts = lengths.cumsum(0) - lengths
         indices = torch.arange(len(tokens), device=device) - firsts[owners]
-        hidden = chains.target_hidden.new_empty(len(tokens), chains.target_hidden.shape[-1]).to(device)
-        hidden[firsts] = chains.target_hidden.to(device)[begins - 1]
+        first = chains.target_text.begin(begins).to(device)
+        hidden = first.new_empty(len(tokens), first.shape[-1]).index_copy_(0, firsts, first)
         is_fed = indices < lengths[owners] - 1
         if is_fed.any():
-            tree = Continuations(self.target, self.vocab_size, chains.target_cache, begins)
-            fed = tree.feed(tokens[is_fed], owners[is_fed], indices[is_fed])
+            fed = chains.target_text.feed(tokens[is_fed], owners[is_fed])
             hidden[is_fed.nonzero().squeeze(-1) + 1] = fed.to(device)
-            tree.drop()
         logits = logits_of(self.target, hidden, self.vocab_size)
         refuse_non_finite(logits, "the target", _WHERE)
         return logits

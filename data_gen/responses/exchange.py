@@ -24,7 +24,7 @@ from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode_text, render
 from lm import Sampling
-from lm.cache import insert_rows, make_cache, takes_turns
+from lm.cache import insert_rows, is_attention, make_cache
 from lm.draws import draw, seed_of, uniforms
 from lm.forwards import alike, body_of, device_of, logits_of, refuse_training
 from lm.sampling import REMEDY, non_finite
@@ -278,7 +278,7 @@ class _Batch:
     def num_free(self) -> int:
         """How many requests may join now."""
         num_active = len(self._active)
-        return self._source.batch_size - num_active if num_active == 0 or takes_turns(self._cache) else 0
+        return self._source.batch_size - num_active if num_active == 0 or is_attention(self._cache) else 0
 
     def join(self, indices: Sequence[int]) -> None:
         """Read the prompts of further requests, longest first, and draw the first token of each."""
@@ -289,7 +289,7 @@ class _Batch:
             self._spans, self._newest = torch.zeros(2, len(indices), dtype=torch.int64)
             """[row] number of its tokens in the cache, and its newest token, which is not in the cache yet."""
         free = [row for row, owner in enumerate(self._owners) if owner is None]
-        if not takes_turns(self._cache):
+        if not is_attention(self._cache):
             self._read(indices, free, self._cache)
             return
         for group in alike(lengths, len(lengths)):
@@ -310,12 +310,12 @@ class _Batch:
     def step(self, *, is_last: bool) -> None:
         """One more token of every sequence; `is_last`: no further request joins."""
         active = self._active
-        if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not takes_turns(self._cache)):
+        if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not is_attention(self._cache)):
             self._cache.reorder_cache(torch.tensor(active))  # type: ignore[arg-type]  # any number of rows
             self._owners = [self._owners[row] for row in active]
             self._spans, self._newest = self._spans[active], self._newest[active]
             active = self._active
-        if takes_turns(self._cache):
+        if is_attention(self._cache):
             span = int(self._spans[active].max())
             for layer in self._cache.layers:
                 layer.drop_first(self._width - span)  # type: ignore[union-attr]  # a `BufferLayer`

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from evaluation.traces.trace import CONFIDENCE, InputTensors, Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
-from lm.batch import Continuations, check_branch_length, check_branches, read_prefix
+from lm.batch import ReadText, check_branches
 from lm.draws import draw
 from lm.features.dspark import DSpark
 from lm.features.rollout import Rollouts, rollouts_of
@@ -49,40 +49,17 @@ before; hidden [draw, hidden], the state that q follows from.
 """
 
 
-class Branches:
-    """Drafts of a language model from several positions of a text, with the interface of `Rollouts`."""
-
-    max_length = float("inf")
-
-    def __init__(self, model: PreTrainedModel, vocab_size: int, ids: list[int]) -> None:
-        self._cache, self._hidden = read_prefix(model, ids)
-        self._tree_from = partial(Continuations, model, vocab_size, self._cache)
-        self._tree: Continuations | None = None
-
-    def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
-        if self._tree is not None:
-            self._tree.drop()
-        lengths = lengths.to(self._hidden.device)
-        self._tree, self._depth = self._tree_from(lengths), 0
-        return self._hidden[lengths - 1]
-
-    def feed(self, tokens: Int[Tensor, " fed"], owners: Int[Tensor, " fed"]) -> Float[Tensor, "fed hidden"]:
-        assert self._tree is not None
-        self._depth += 1
-        return self._tree.feed(tokens, owners, torch.full_like(owners, self._depth - 1))
-
-
 class Reading(NamedTuple):
     """A response as both models have read it; states are on the draft's device."""
 
     num_prompt: int
     token: Int[Tensor, " position"]
-    drafts: Branches | Rollouts
+    drafts: ReadText | Rollouts
     draft_hidden: Float[Tensor, "position hidden"]
     """The draft's state that each position's q follows from, if a round begins there."""
     target_hidden: Float[Tensor, "position hidden"]
     """The target's state that each position's p follows from."""
-    target_cache: DynamicCache
+    target: ReadText
     uniforms: Float[Tensor, "position uniform"]
     """Float64, on the CPU: for the coin, the rejected draw, and the steps of its branch."""
 
@@ -142,19 +119,17 @@ class Recorder:
         ids = [*row.prompt_ids, *row.response_ids][: max(num_prompt + num - 1, 1 + lag)]
         for model in (self.draft, self.target):
             if isinstance(model, PreTrainedModel):
-                check_branches(model)
-                check_branch_length(model, len(ids) + self.max_draft_length, num_prompt=num_prompt)
-        drafts: Branches | Rollouts
+                check_branches(model, len(ids) + self.max_draft_length, num_prompt=num_prompt)
+        drafts: ReadText | Rollouts
         if isinstance(self.draft, FeatureDraft):
             drafts = rollouts_of(self.target, self.draft, ids)
-            cache, hidden = drafts.target_cache, drafts.target_hidden
+            target = drafts.target_text
         else:
-            drafts = Branches(self.draft, self.vocab_size, ids)
-            cache, hidden = read_prefix(self.target, ids)
+            drafts, target = ReadText(self.draft, ids), ReadText(self.target, ids)
         draft_hidden = drafts.begin((torch.arange(num) + num_prompt).clamp(min=1 + lag))
         token = torch.tensor(row.response_ids, device=draft_hidden.device)
-        target_hidden = hidden[num_prompt - 1 :][:num].to(token.device)
-        return Reading(num_prompt, token, drafts, draft_hidden, target_hidden, cache, uniforms)
+        target_hidden = target.hidden[num_prompt - 1 :][:num].to(token.device)
+        return Reading(num_prompt, token, drafts, draft_hidden, target_hidden, target, uniforms)
 
     def _path(self, text: Reading) -> tuple[Draws, Draws, Tensor, Tensor]:
         """Along the response, chunk by chunk of its positions: its tokens; the draft's own (the response's where they
@@ -226,10 +201,9 @@ class Recorder:
         is_read = (depths >= 0) & (depths < (lengths - passing)[owners] - 1)  # a branch's last token has no follower
         if not is_read.any():
             return
-        roots = (starts + passing + text.num_prompt).to(device)
-        tree = Continuations(self.target, self.vocab_size, text.target_cache, roots)
-        hidden = tree.feed(*(column[is_read].to(device) for column in (drawn["token"], owners, depths)))
-        tree.drop()
+        roots = starts + passing + text.num_prompt
+        text.target.begin(roots.clamp(max=len(text.target.hidden)))  # a draft that passes whole has no branch
+        hidden = text.target.feed(drawn["token"][is_read], owners[is_read])
         token, parts = drawn["token"][depths > 0].to(device), []
         for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, self.chunk_mb)):
             p = self.sampling.probs(logits_of(self.target, hidden[chunk], self.vocab_size))

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lm.batch import read_prefix
+from lm.batch import ReadText
 from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
@@ -36,8 +36,7 @@ class Rollouts:
 
     Attributes:
         max_length: maximum number of tokens of a rollout.
-        target_cache: the target's cache, which holds the text.
-        target_hidden: [token, hidden] the target's states after its final norm.
+        target_text: the text in the target, and perhaps continuations of it.
     """
 
     max_length = float("inf")
@@ -53,9 +52,9 @@ class Rollouts:
                 "or data can be made with it; `acceptance-heads bench` compares policies without"
             )
         with recorded(modules_read_by(draft, target)) as outputs:
-            self.target_cache, self.target_hidden = read_prefix(target, ids)
+            self.target_text = ReadText(target, ids)
         self.draft, self._length, self._cache = draft, len(ids), growing_cache(2 * len(ids))
-        self._read(torch.tensor(ids, device=draft.device), features_of(outputs, self.target_hidden)[None])
+        self._read(torch.tensor(ids, device=draft.device), features_of(outputs, self.target_text.hidden)[None])
 
     def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
         """Read the text with the target's features of it."""
@@ -72,7 +71,6 @@ class Rollouts:
         roll_back(self._cache, num_kept)
         self._lengths = lengths.to(self.draft.device)
         self._mask = BranchMask(num_kept, self._lengths - self.draft.lag)
-        self._depths = torch.zeros_like(self._lengths)
         roots = self._lengths - 1 - self.draft.lag
         self._states = self._text.states[0, roots]
         return self._text.hidden[0, roots]
@@ -81,8 +79,7 @@ class Rollouts:
     def feed(self, tokens: Fed, owners: Fed) -> Float[Tensor, "fed hidden"]:
         """Feed one more token, drawn from its last distribution, to each of some rollouts: the hidden states after."""
         tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
-        positions, mask = self._mask.feed(owners, self._depths[owners])
-        self._depths[owners] += 1
+        positions, mask = self._mask.feed(owners)
         states, num_known = self._states[owners][None], self._lengths[owners] - 1
         outputs = self._run(tokens, positions, states, num_known, mask[None, None])
         self._states[owners] = outputs.states[0]
@@ -96,7 +93,7 @@ class Rollouts:
         if not isinstance(self.draft, Glide):
             return self.draft(tokens[None], states, positions[None], **given)
         given["cross_mask"] = visible(num_known - 1, self._length)[None, None]
-        keys_values = self.draft.keys_values(self.target_cache, self._length)
+        keys_values = self.draft.keys_values(self.target_text.cache, self._length)
         return self.draft(tokens[None], keys_values, positions[None], **given)
 
 

@@ -10,7 +10,7 @@ from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
-from lm.batch import check_branch_length
+from lm.batch import check_branches
 from lm.forwards import hidden_states, logits_of
 from lm.pair import without_weights
 from lm.rope import rope_switch_of
@@ -95,7 +95,7 @@ def test_whole_texts_on_either_side_have_the_laws_of_generate_in_one_batch(kind)
         with pytest.raises(ValueError, match=f"beyond {BOUND} .*lower data.max_prompt_tokens"):
             hidden_states(model, [text_of(9), text_of(BOUND + 1)], [3, start])
     with pytest.raises(ValueError, match=f"prompt, response and branch have {BOUND + 1} tokens"):
-        check_branch_length(model, BOUND + 1, num_prompt=BOUND)
+        check_branches(model, BOUND + 1, num_prompt=BOUND)
 
 
 def test_dynamic_frequencies_are_refused_beyond_the_context_and_cost_nothing_below():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lm import CachedModel
-from lm.batch import check_branch_length, check_branches
+from lm.batch import check_branches
 from lm.cache import Snapshots, make_cache
 from lm.selfcheck import _text, chain_plan
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build
@@ -102,15 +102,14 @@ WINDOWED = ["mistral", "gemma3_text", "cohere2", "llama4_text"]
 @pytest.mark.parametrize("name", [*BRANCHING, "mamba", "lfm2", *WINDOWED])
 def test_branches_are_what_they_are_alone_and_a_window_shorter_than_a_response_is_refused(name):
     model = build(BY_NAME[name])
-    check_branches(model)
-    check_branch_length(model, 8 if name in WINDOWED else 100, num_prompt=4)
+    check_branches(model, 8 if name in WINDOWED else 100, num_prompt=4)
     if name in WINDOWED:
         with pytest.raises(ValueError, match="sees 8 tokens"):
-            check_branch_length(model, 9, num_prompt=4)
+            check_branches(model, 9, num_prompt=4)
 
 
 @pytest.mark.parametrize("name", ["bloom (ALiBi)", "mpt (ALiBi)"])
 def test_a_family_whose_branches_would_be_wrong_is_refused_with_one_line(name):
     with pytest.raises(ValueError, match="cannot be recorded in a trace") as refusal:
-        check_branches(build(BY_NAME[name]))
+        check_branches(build(BY_NAME[name]), 9, num_prompt=4)
     assert "\n" not in str(refusal.value)

@@ -113,7 +113,7 @@ GEMMA = Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=8)
         (lambda: Tree((1, 1), (-1, -1)), "siblings are distinct"),
         (
             lambda: CachedModel(AutoModelForCausalLM.from_config(GEMMA).eval(), holds_trees=True),
-            r"cannot hold a tree of drafts: its cache has WindowLayer; .*draft chains",
+            r"cannot hold a tree of drafts: its cache has DynamicSlidingWindowLayer; .*draft chains",
         ),
     ],
 )
