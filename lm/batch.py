@@ -97,9 +97,7 @@ class BatchModel:
         inputs = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
         inputs["position_ids"] = positions.minimum(ends - 1)  # padding may lie beyond the last position
         inputs["attention_mask"] = additive(visible(positions, end), self.model.dtype)[:, None]
-        nums = enumerate(zip(fed, num_logits, strict=True))  # the last `num` tokens of each row, in [row x width]
-        last = [width * row + index for row, (tokens, num) in nums for index in range(len(tokens) - num, len(tokens))]
-        indices = torch.tensor(last, dtype=torch.long)
+        indices = torch.tensor(_last(list(map(len, fed)), num_logits, width), dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
             states = parts[0](**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
@@ -111,6 +109,12 @@ class BatchModel:
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return list(logits[:, : self.vocab_size].split(list(num_logits)))
+
+
+def _last(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:
+    """Flat indices, in [row x width], of the last `num_logits` of each row's fed tokens."""
+    nums = enumerate(zip(num_fed, num_logits, strict=True))
+    return [width * row + index for row, (length, num) in nums for index in range(length - num, length)]
 
 
 class ReadText:

@@ -97,8 +97,11 @@ class GreedySampler:
         # argmax stops at the first NaN, the only number unequal to itself
         return token if row[token] == row[token] else refuse_no_token(len(row), dist)
 
-    def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        return greedy_token(dist)
+    @staticmethod
+    def draw(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
+        """Index of the largest entry; len(dist), which is no token, for NaN."""
+        best, token = dist.max(-1, keepdim=True)
+        return torch.where(best.isnan(), dist.shape[-1], token)
 
     def uniform(self) -> tuple[float, int]:
         """Numbers that a greedy step does not read."""
@@ -152,12 +155,6 @@ def _inverted_on_cpu(dist: Float[Tensor, " vocab"], uniform: float) -> int:
 def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:
     """One token per row (`inverted`)."""
     return inverted(probs, uniform.unsqueeze(-1)).squeeze(-1)
-
-
-def greedy_token(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-    """Index of the largest entry; len(dist), which is no token, for NaN."""
-    best, token = dist.max(-1, keepdim=True)
-    return torch.where(best.isnan(), dist.shape[-1], token)
 
 
 def refuse_no_token(token: int, dist: Float[Tensor, " vocab"]) -> int:

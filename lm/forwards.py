@@ -26,8 +26,6 @@ from lm.sampling import REMEDY, non_finite
 
 States = Float[Tensor, "token hidden"]
 _MIN_FILLED = 0.8  # minimum length of a group's shortest sequence, as a share of its longest
-_SHORTER = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
-"""The remedy for texts that cross a RoPE switch."""
 _MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
 
 
@@ -159,10 +157,11 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
 
     Sequences on either side of a RoPE switch have their own forward; one that crosses it raises ValueError (`lm.rope`).
     """
+    remedy = "lower data.max_prompt_tokens or the limit of new tokens, so that prompt and answer together stay below"
     sides: dict[bool, list[int]] = {}
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         subject = f"a sequence of {len(row)} tokens, of which {len(row) - start} are looked at, is read at once"
-        is_long = refuse_crossing(model, start + 1, len(row), subject=subject, remedy=_SHORTER)
+        is_long = refuse_crossing(model, start + 1, len(row), subject=subject, remedy=remedy)
         sides.setdefault(is_long, []).append(index)
     states: dict[int, Tensor] = {}
     for side in sides.values():
@@ -217,28 +216,24 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
-def check_numbers(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError if the logits after each of a few ids are not finite; single ids may be broken (untrained)."""
-    ids = sorted({index * (vocab_size - 1) // 7 for index in range(8)})
-    if non_finite(logits_of(model, hidden_states(model, [[token] for token in ids], [0] * len(ids)), vocab_size)).all():
-        raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} tested ids; {REMEDY}")
-
-
-def check_output_layer(model: PreTrainedModel, vocab_size: int) -> None:
-    """Raise ValueError unless `logits_of` gives the model's own logits and the body takes the cache of responses."""
-    name = type(model).__name__
+@torch.inference_mode()
+def check_outputs(model: PreTrainedModel, vocab_size: int, name: str) -> None:
+    """Raise ValueError unless the body takes the cache of responses and `logits_of` gives the model's own logits, which
+    are finite after some of a few ids; single ones may be broken (untrained). `name`: the model's role.
+    """
+    kind = type(model).__name__
     if "past_key_values" not in signature(body_of(model).forward).parameters:
         raise ValueError(
-            f"{name} takes no past_key_values, so responses of several tokens would be wrong; choose a model with "
+            f"{kind} takes no past_key_values, so responses of several tokens would be wrong; choose a model with "
             "attention"
         )
-    ids = [[0, min(1, vocab_size - 1), 0]]
-    hidden = hidden_states(model, ids, [0])
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor(ids, device=hidden.device)).logits[0, :, :vocab_size]
-    logits = logits_of(model, hidden, vocab_size).to(expected.device)
+    ids = [[token] for token in sorted({index * (vocab_size - 1) // 7 for index in range(8)})]
+    logits = logits_of(model, hidden_states(model, ids, [0] * len(ids)), vocab_size)
+    if non_finite(logits).all():
+        raise ValueError(f"the {name} yields NaN or infinite logits for each of {len(ids)} tested ids; {REMEDY}")
+    expected = model(input_ids=torch.tensor(ids, device=device_of(model))).logits[:, 0, :vocab_size].to(logits.device)
     if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2, equal_nan=True):
         raise ValueError(
-            f"{name} changes its logits after the output layer in an unknown way, and probabilities would be wrong; "
+            f"{kind} changes its logits after the output layer in an unknown way, and probabilities would be wrong; "
             "choose models of another family"
         )

@@ -12,7 +12,6 @@ other functions take probabilities.
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from operator import eq
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +28,6 @@ Rows = Float[Tensor, "rows vocab"]
 """The target's distributions at the positions of a draft's tokens, and at the one after."""
 Drawn = Sequence[Float[Tensor, " _"]]
 """The distribution that each token was drawn from, on any device; one narrower than the target's has zeros there."""
-
-
-class Verdict(NamedTuple):
-    """Length of the accepted prefix, and the next token: the residual one, or after full acceptance the bonus one."""
-
-    num_accepted: int
-    next_token: int
 
 
 def acceptance_prob(tokens: Int[Tensor, "*draft"], q: Probs, p: Probs) -> Numbers:
@@ -74,13 +66,16 @@ def next_dist(num_accepted: int, q: Drawn, p: Rows, draws: Sampler) -> Float[Ten
     return residual_probs(_widened(q[num_accepted].to(row.device), row.shape[-1]), row)
 
 
-def verify(tokens: Sequence[int], q: Drawn, p: Rows, generator: torch.Generator | Sampler | None = None) -> Verdict:
-    """One verification of the drafted token ids y_1 … y_K (K = 0 is allowed: the bonus token is drawn from p); a torch
-    generator or None is wrapped in `RandomSampler`. ValueError: the row of the next token is not finite.
+def verify(
+    tokens: Sequence[int], q: Drawn, p: Rows, generator: torch.Generator | Sampler | None = None
+) -> tuple[int, int]:
+    """One verification of the drafted token ids y_1 … y_K (K = 0 is allowed): (length of the accepted prefix, next
+    token: the residual one, or after full acceptance the bonus one). A torch generator or None is wrapped in
+    `RandomSampler`. ValueError: the row of the next token is not finite.
     """
     draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
     count = num_accepted(tokens, q, p, draws)
-    return Verdict(count, draws.token(next_dist(count, q, p, draws)))
+    return count, draws.token(next_dist(count, q, p, draws))
 
 
 def _accept_probs(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> Iterable[float]:

@@ -49,7 +49,7 @@ from lm import (
 )
 from lm.draws import seed_of, uniforms
 from lm.features.released import max_positions_of, released_layout_of
-from lm.forwards import check_numbers, check_output_layer
+from lm.forwards import check_outputs
 from lm.pair import is_out_of_memory, without_weights
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
@@ -116,8 +116,7 @@ class Worker:
         vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
         for name, model in models.items():
             check_width(model, vocab_size, name)
-            check_numbers(model, vocab_size, name)
-            check_output_layer(model, vocab_size)
+            check_outputs(model, vocab_size, name)
         self._models, self._vocab_size = models, vocab_size
         self._latest = LatestRows(max_error_share=data.max_error_share)
         has_feature_draft = job.stage == "together" and "draft" not in models

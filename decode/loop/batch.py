@@ -180,10 +180,10 @@ class Batch:
 
     def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
         drafter, draws, proposal = sequence.drafter, sequence.session.draws, sequence.drafter.proposal
-        verdict = verify(proposal.tokens, proposal.dists, p, draws)
-        proposal.set_accepted(verdict.num_accepted, p, draws)
+        num_accepted, next_token = verify(proposal.tokens, proposal.dists, p, draws)
+        proposal.set_accepted(num_accepted, p, draws)
         proposal.stop_reason = drafter.run.stop_reason
-        settled = sequence.committed, proposal, verdict.next_token, sequence.target, drafter
+        settled = sequence.committed, proposal, next_token, sequence.target, drafter
         round_ = settle_round(*settled, eos_ids=self._eos_ids)  # not timed: the seconds are the batch's (`BatchRound`)
         assert sequence.number is not None
         self._rounds[sequence.number].append(round_)

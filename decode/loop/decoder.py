@@ -169,9 +169,9 @@ class SpeculativeDecoder:
         """Law 4.2: sets the accepted tokens and returns the next one."""
         logits = self.target.feed(text[len(self.target) :] + proposal.tokens, len(proposal.tokens) + 1)
         p = self.sampling.dists(logits, text, proposal.tokens)
-        verdict = verify(proposal.tokens, proposal.dists, p, draws)
-        proposal.set_accepted(verdict.num_accepted, p, draws)
-        return verdict.next_token
+        num_accepted, next_token = verify(proposal.tokens, proposal.dists, p, draws)
+        proposal.set_accepted(num_accepted, p, draws)
+        return next_token
 
     def _verify_tree(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2 with several candidates at each position."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from decode.loop.signals import FED, SignalReader, after_draw
 from decode.policies.base import AfterDraw, Policy
-from lm import CachedModel, Sampler, Sampling, UniformSource
-from lm.draws import greedy_token, inverted, refuse_no_token
+from lm import CachedModel, GreedySampler, Sampler, Sampling, UniformSource
+from lm.draws import inverted, refuse_no_token
 from lm.signals import POSITION
 
 
@@ -64,7 +64,7 @@ class FusedStep(SignalReader):
     ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " column"]]:
         """q, and the numbers that `_columns` names."""
         q = self._sampling.dists(logits)[0]
-        token = greedy_token(q) if self._sampling.is_greedy else inverted(q, self._uniform)
+        token = GreedySampler.draw(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
         state, known = None if hidden is None else hidden[0], token.clamp(max=len(q) - 1)
         columns = self.columns(logits[0], known, state, (self._previous, fed), self._count)

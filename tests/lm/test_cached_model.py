@@ -13,7 +13,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
 from lm.cache import insert_rows, make_cache
-from lm.forwards import body_and_lm_head, check_output_layer, hidden_states, logits_of, recorded
+from lm.forwards import body_and_lm_head, check_outputs, hidden_states, logits_of, recorded
 from tests.toys.small_pair import SIZES
 
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
@@ -60,7 +60,7 @@ def test_layers_between_hidden_states_and_the_output_layer_decode_and_yield_no_l
     logits = CachedModel(model).feed(TOKENS, 2)
     torch.testing.assert_close(logits, model(torch.tensor([TOKENS])).logits[0, -2:].detach())
     with pytest.raises(ValueError, match="hidden states of 16 numbers and its output layer, which takes 8"):
-        check_output_layer(model, SIZES["vocab_size"])
+        check_outputs(model, SIZES["vocab_size"], "target")
 
 
 @pytest.mark.parametrize("kind", ["heads", "features"])
