@@ -98,6 +98,7 @@ class PreVerifiedDrafter(PolicyDrafter):
     """
 
     role, verifies = "draft that pre-verifies", True
+    model: CachedModel
 
     def __init__(
         self,

@@ -27,12 +27,11 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lm.features.base import FeatureDraft, Rotation, num_logits_of
+from lm.features.base import FeatureDraft, num_logits_of
 from lm.masks import visible
 from lm.signals import upcast
 
 Positions = Int[Tensor, "batch block"]
-Context = Float[Tensor, "batch token hidden"]
 Blocks = Float[Tensor, "batch block draft hidden"]
 Masks = Bool[Tensor, "batch 1 node cached"]
 Hidden = Float[Tensor, "*block hidden"]
@@ -77,23 +76,6 @@ class MarkovHead(nn.Module):
         return self.markov_w2(parts[..., -self.rank :])
 
 
-class DSparkLayer(Qwen3DecoderLayer):
-    """Qwen3's layer with attention that is not causal."""
-
-    def __init__(self, config: Qwen3Config, index: int) -> None:
-        super().__init__(config, index)
-        self.self_attn.is_causal = False
-
-    def remember(self, context: Context, rotation: Rotation, cache: Cache) -> None:
-        """Append keys and values of context, which passes no norm of the layer."""
-        attention = self.self_attn
-        shape = (*context.shape[:-1], -1, attention.head_dim)
-        keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-        values = attention.v_proj(context).view(shape).transpose(1, 2)
-        _, keys = apply_rotary_pos_emb(keys, keys, *rotation)
-        cache.update(keys, values, attention.layer_idx)
-
-
 class DSpark(FeatureDraft):
     """A DSpark draft, or a DFlash one."""
 
@@ -115,22 +97,30 @@ class DSpark(FeatureDraft):
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
         self.target_layer_ids = tuple(layer_id + 1 for layer_id in config.target_layer_ids)
-        kind = config.markov_head_type if config.markov_rank else None
-        self.hidden_size = size + markov_width(config.markov_rank, kind)
-        self.layers = nn.ModuleList([DSparkLayer(config, index) for index in range(config.num_hidden_layers)])
+        rank = config.markov_rank or 0
+        kind = config.markov_head_type if rank else None
+        self.hidden_size = size + markov_width(rank, kind)
+        layers = [Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)]
+        for layer in layers:
+            layer.self_attn.is_causal = False  # a block sees itself both ways
+        self.layers = nn.ModuleList(layers)
         self.markov_head = MarkovHead(config) if kind else None
-        self._confidence_size = size + (config.markov_rank if config.confidence_head_with_markov else 0)
+        self._confidence_size = size + (rank if config.confidence_head_with_markov else 0)
         proj = nn.Linear(self._confidence_size, 1)
         self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
 
-    def context(self, features: Float[Tensor, "batch token feature"]) -> Context:
-        """What layers make keys and values of."""
-        return self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
-
-    def remember(self, context: Context, positions: Int[Tensor, "#batch token"], cache: Cache) -> None:
-        rotation = self.rotary_emb(context, positions)
+    def remember(self, features: Float[Tensor, "batch token feature"], cache: Cache) -> None:
+        """Append context to the cache: keys and values of the text's next tokens, from the target's features."""
+        context = self.hidden_norm(self.fc(features.to(self.device, self.dtype)))
+        start = cache.get_seq_length()
+        rotation = self.rotary_emb(context, torch.arange(start, start + context.shape[1], device=self.device)[None])
         for layer in self.layers:
-            layer.remember(context, rotation, cache)  # type: ignore[operator]  # a `DSparkLayer`
+            attention: Any = layer.self_attn
+            shape = (*context.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            _, keys = apply_rotary_pos_emb(keys, keys, *rotation)
+            cache.update(keys, values, attention.layer_idx)
 
     def block(self, anchors: Positions, positions: Positions, *, cache: Cache, mask: Masks | None = None) -> Blocks:
         """The states of blocks with these first tokens, in one forward, which appends them to the cache, after the
@@ -157,7 +147,7 @@ class DSpark(FeatureDraft):
         `positions` are those of the anchors.
         """
         cache = DynamicCache()  # gradients pass through what it holds
-        self.remember(self.context(features), torch.arange(features.shape[1], device=self.device)[None], cache)
+        self.remember(features, cache)
         mask = block_mask(positions, features.shape[1], self.num_inputs)
         return self.block(tokens.gather(1, positions), positions, cache=cache, mask=mask)
 

@@ -32,7 +32,6 @@ class FeatureModel:
 
     Attributes:
         hidden: [rows, hidden] input of the LM head in the last forward, which has one row; a tree's has more.
-        outputs: outputs of the last forward, whose states deeper nodes read; None once they are rolled back.
     """
 
     with_hidden = True
@@ -51,12 +50,6 @@ class FeatureModel:
         return self._length
 
     @property
-    def device(self) -> torch.device:
-        return self.draft.device
-
-    output_device = device
-
-    @property
     def max_length(self) -> float:
         return float(self.draft.config.max_position_embeddings) if self._recorder.num_features else 0.0
 
@@ -71,23 +64,23 @@ class FeatureModel:
         return self.draft.embed(tokens).to(tokens.device)
 
     def reset(self) -> None:
+        self.device = self.output_device = self.draft.device
         self._cache = growing_cache(CAPACITY)
         self._length = self.num_kept = 0
+        self._tree = EMPTY
         self.hidden: Float[Tensor, "rows hidden"] | None = None
-        self.roll_back(0)
 
     def roll_back(self, length: int) -> None:
         """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs. Nor is the last
         token kept that reads the target's features, since the outputs that the next one reads go, too.
         """
         self._length = self.num_kept = min(self.num_kept, length, self._recorder.num_features)
-        self.outputs: Outputs | None = None
         self._tree = EMPTY
         roll_back(self._cache, max(self._length - self.draft.lag, 0))
 
     @torch.inference_mode()
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
+    def feed(self, new_tokens: Sequence[int]) -> Float[Tensor, "1 vocab"]:
+        """Append tokens, at least one: the logits after the last."""
         known, start = self._recorder.num_features + 1, self._length
         while (num_fed := self._length - start) < len(new_tokens):
             # the target's features serve many tokens at once; the draft's own outputs come one at a time
@@ -105,12 +98,11 @@ class FeatureModel:
         """Feed the tokens before index `end` of the text: the logits after the last."""
         last = end - self.draft.lag
         positions = torch.arange(last - tokens.shape[1], last, device=self.device)[None]
-        self.outputs = self._outputs(tokens, positions, last)
+        self.hidden = self._run(tokens, positions, last).hidden[0, -1:]
         self._length = end
-        self.hidden = self.outputs.hidden[0, -1:]
         return self.draft.logits(self.hidden)[:, : self.vocab_size]
 
-    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+    def _run(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         """Outputs of the entries of these tokens, which end before position `last`."""
         raise NotImplementedError
 
@@ -119,30 +111,30 @@ class EagleModel(FeatureModel):
     """One sequence in an EAGLE draft."""
 
     draft: Eagle
+    _states: Float[Tensor, "row hidden"]
+    """States that the next entries read: that of the newest token, and those of the tree's nodes."""
 
-    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
-        if last <= self._recorder.num_features:
-            states = self.draft.entering(self._recorder.features(last - tokens.shape[1], last))
-        else:
-            assert self.outputs is not None
-            states = self.outputs.states[:, -1:]
-        return self.draft(tokens, states, positions, cache=self._cache)
+    def _run(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+        is_known = last <= self._recorder.num_features
+        features = self._recorder.features(last - tokens.shape[1], last) if is_known else None
+        states = self._states[None] if features is None else self.draft.entering(features)
+        outputs = self.draft(tokens, states, positions, cache=self._cache)
+        self._states = outputs.states[0, -1:]
+        return outputs
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """A node reads its parent's output, so children of new nodes wait for the next call."""
         new = slice(len(self._tree), len(tree))
-        logits, hidden = [], []
+        logits: list[Tensor] = []
+        hidden: list[Any] = []
         if new_tokens:
             assert not len(self._tree), "roll back before the text grows: it would leave its tree"
             logits.append(self.feed(new_tokens))
-            assert self.outputs is not None
-            self._states, hidden = self.outputs.states[0, -1:], [self.outputs.hidden[0, -1:]]
+            hidden.append(self.hidden)
         if new.stop > new.start:
             parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
-            num_text = self._length - self.draft.lag
-            assert self._cache.get_seq_length() == num_text + len(self._tree), "the cache holds the text and the tree"
-            positions, mask = tree_feed(tree, new.start, num_text)
+            positions, mask = tree_feed(tree, new.start, self._length - self.draft.lag)
             positions, mask = positions[None].to(self.device), mask[None, None].to(self.device)
             states = self._states[parents + 1][None]
             outputs = self.draft(tokens[None], states, positions, cache=self._cache, mask=mask)
@@ -158,7 +150,7 @@ class GlideModel(FeatureModel):
 
     draft: Glide
 
-    def _outputs(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
+    def _run(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         keys_values = self.draft.keys_values(self.target.cache, len(self.target))
         return self.draft(tokens, keys_values, positions, cache=self._cache)
 
@@ -174,7 +166,7 @@ class BlockModel(FeatureModel):
     """One sequence in a DSpark draft. A block is one forward, from the first token whose features the target has not
     given; the tokens drawn from it are read by its Markov head alone.
 
-    Its cache holds the context (`num_kept` entries) and the block.
+    Its cache holds the context (`num_kept` entries) and the block, of which `len` counts the tokens that are read.
     """
 
     draft: DSpark
@@ -184,14 +176,9 @@ class BlockModel(FeatureModel):
         known = self._recorder.num_features
         return min(float(known + self.draft.block_size), super().max_length) if known else 0.0
 
-    def roll_back(self, length: int) -> None:
-        super().roll_back(length)
-        self._states: Float[Tensor, "1 block hidden"] | None = None
-
     @torch.inference_mode()
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Float[Tensor, "1 vocab"]:
-        assert num_rows == 1 <= len(new_tokens), f"{num_rows} rows requested of {len(new_tokens)} fed tokens; give one"
-        if self._states is None:
+    def feed(self, new_tokens: Sequence[int]) -> Float[Tensor, "1 vocab"]:
+        if self._length == self.num_kept:  # no block has begun
             num_context = min(self._recorder.num_features - self._length, len(new_tokens) - 1)
             new_tokens = new_tokens[num_context:]
             self._begin(new_tokens[0], self._length + num_context)
@@ -212,19 +199,15 @@ class BlockModel(FeatureModel):
     def _begin(self, token: int, anchor: int) -> None:
         """Run the block that begins with this token, of index `anchor`."""
         if anchor > self.num_kept:
-            context = self.draft.context(self._recorder.features(self.num_kept, anchor))
-            positions = torch.arange(self.num_kept, anchor, device=self.device)[None]
-            self.draft.remember(context, positions, self._cache)
-            self.num_kept = anchor
+            self.draft.remember(self._recorder.features(self.num_kept, anchor), self._cache)
         anchors, positions = (torch.tensor([[number]], device=self.device) for number in (token, anchor))
         self._states = self.draft.block(anchors, positions, cache=self._cache)[0]
-        self._base, self._length = self.draft.base(self._states)[..., : self.vocab_size], anchor
+        self._base = self.draft.base(self._states)[..., : self.vocab_size]
+        self._length = self.num_kept = anchor
         self._memory: Memory = None
 
     def _markov_step(self, token: Int[Tensor, " 1"]) -> Float[Tensor, "1 vocab"]:
-        assert self._states is not None, "no block has begun"
         index = self._length - self.num_kept
-        assert index < self.draft.block_size, f"a block has {self.draft.block_size} tokens"
         self.hidden, self._memory = self.draft.follow(self._states[:, index], token, self._memory)
         self._length += 1
         return self._base[:, index] + self.draft.bias(self.hidden)[:, : self.vocab_size]

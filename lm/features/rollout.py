@@ -104,8 +104,7 @@ class BlockRollouts(Rollouts):
 
     def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
         self._tokens, self.max_length = tokens, float(self.draft.block_size)
-        positions = torch.arange(len(tokens), device=self.draft.device)[None]
-        self.draft.remember(self.draft.context(features), positions, self._cache)
+        self.draft.remember(features, self._cache)
 
     @torch.inference_mode()
     def begin(self, lengths: Int[Tensor, " rollout"]) -> Float[Tensor, "rollout wide"]:

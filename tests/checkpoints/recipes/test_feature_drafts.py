@@ -106,7 +106,7 @@ def test_blocks_begin_at_response_tokens_that_another_follows_and_say_at_once_wh
     for place, (row, column) in enumerate((anchors > 0).nonzero().tolist()):
         at = int(anchors[row, column])
         cache = growing_cache(64)
-        draft.remember(draft.context(features[row : row + 1, :at]), torch.arange(at)[None], cache)
+        draft.remember(features[row : row + 1, :at], cache)
         alone = draft.block(batch.ids[row, at].view(1, 1), torch.tensor([[at]]), cache=cache)[0, 0]
         num = int(found.is_inside[place].sum())
         hidden = draft.joined(alone[:num], batch.ids[row, at : at + num])
