@@ -19,20 +19,15 @@ at least 1 / t_target(0), the target's own. A round drafts nothing while `AutoSt
 target alone is then faster; every `probe_every` rounds it drafts in any case.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Head, Number, Outcome, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
-
-if TYPE_CHECKING:
-    from heads.model.head import AcceptanceHead
 
 LONGEST = 20
 """Largest fixed length that a prior of lambda compares."""
@@ -88,7 +83,7 @@ class Auto(ScoringPolicy):
         is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
-    head: AcceptanceHead
+    head: Head
     t_draft_s: Number
     t_target_s: Number
     t_verify_s: Number = 0.0
@@ -111,7 +106,7 @@ class Auto(ScoringPolicy):
             raise ValueError(f"t_target_s is {self.t_target_s}; it must be a positive number of seconds")
 
     @classmethod
-    def recommended(cls, head: AcceptanceHead, *, is_learning: bool | None = None) -> Auto:
+    def recommended(cls, head: Head, *, is_learning: bool | None = None) -> "Auto":
         """The rule with what `acceptance-heads tune` wrote into the head's config.json; it learns if it can.
 
         Raises:

@@ -19,17 +19,16 @@ from functools import partial, reduce
 from math import inf
 from operator import add
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from heads.model.head import AcceptanceHead
 
 Number = Any
 """A float, or an array of one number per lane."""
 State = tuple[Any, ...]
 """A policy's state: a tuple of numbers, or of states."""
+Head = Any
+"""An `AcceptanceHead`, or a substitute for one in replay."""
 JOINT = " & "
 """Between the parts of a `stop_kind`."""
 
@@ -96,7 +95,7 @@ class Policy:
     """Parameter -> values that an evaluation compares, of a policy that is written module:Class; none: its defaults."""
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
-    heads: "tuple[AcceptanceHead, ...]" = ()
+    heads: tuple[Head, ...] = ()
     """The heads whose scores it reads, at most one of each `timing_of`."""
 
     def __post_init__(self) -> None:

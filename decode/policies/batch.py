@@ -13,22 +13,17 @@ A stopped sequence stays stopped until the next round. So the tokens of one sequ
 draft, never whether a drawn token is verified: law 4.3 holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from decode.policies.auto import LONGEST, Auto
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, Policy, PolicyRun, State
+from decode.policies.base import AfterDraw, BeforeDraw, Head, Number, Outcome, Policy, PolicyRun, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
-
-if TYPE_CHECKING:
-    from heads.model.head import AcceptanceHead
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Curve:
             )
 
     @classmethod
-    def line(cls, first_s: float | int, each_s: float | int = 0.0) -> Curve:
+    def line(cls, first_s: float | int, each_s: float | int = 0.0) -> "Curve":
         """first_s for one, and each_s for every further one."""
         return cls((1.0, 2.0), (first_s, first_s + each_s))
 
@@ -62,7 +57,7 @@ class Curve:
         (a, b), (first_s, last_s) = self.numbers[-2:], self.seconds[-2:]
         return within + np.maximum(number - b, 0.0) * (last_s - first_s) / (b - a)
 
-    def plus(self, seconds: float) -> Curve:
+    def plus(self, seconds: float) -> "Curve":
         """This curve, raised by `seconds` everywhere."""
         return Curve(self.numbers, tuple(seconds_ + seconds for seconds_ in self.seconds))
 
@@ -94,7 +89,7 @@ class BatchAuto(ScoringPolicy):
             acceptance a_r is known before it is drawn, and worth_r = S_r * a_r. None: each token has its own forward.
     """
 
-    head: AcceptanceHead
+    head: Head
     costs: BatchCosts
     batch_size: int = 1
     throughput: float | None = None

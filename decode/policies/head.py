@@ -1,19 +1,15 @@
 """Stop on what a trained head predicts: SpecDec++ (arXiv 2405.19715, Algorithm 2; laws 4.8 and 4.8c)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decode.policies.auto import Auto
-from decode.policies.base import AfterDraw, BeforeDraw, Number, Outcome, State
+from decode.policies.base import AfterDraw, BeforeDraw, Head, Number, Outcome, State
 from decode.policies.learning import learned_from
 from decode.policies.scores import ScoringPolicy
-
-if TYPE_CHECKING:
-    from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class HeadPolicy(ScoringPolicy):
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
 
-    head: AcceptanceHead
+    head: Head
     max_rejection_prob: Number = 0.7
     is_calibrated: bool = False
     is_learning: bool | None = None
@@ -63,8 +59,6 @@ class HeadPolicy(ScoringPolicy):
             FileNotFoundError: no exported head at this path.
             ValueError: no threshold was tuned, and none is given.
         """
-        from heads.model.head import AcceptanceHead
-
         head = AcceptanceHead.from_pretrained(path_or_hub_id)
         known = head.provenance.recommended
         if "max_rejection_prob" not in parameters:

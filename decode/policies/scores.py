@@ -8,16 +8,11 @@ prefix head         scores y_i before it is drawn, whichever it will be: the pro
 candidate head      as a drawn-time head, for the candidates of a tree
 """
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from decode.policies.base import AfterDraw, Number, Policy, State, timing_of
+from decode.policies.base import AfterDraw, Head, Number, Policy, State, timing_of
 from decode.policies.learning import FIRST, NOTHING, clip, logit_of, score_of, sigmoid, token_feedback
-
-if TYPE_CHECKING:
-    from heads.model.head import AcceptanceHead
 
 
 class ScoringPolicy(Policy):
@@ -29,7 +24,7 @@ class ScoringPolicy(Policy):
         is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
-    head: AcceptanceHead
+    head: Head
     is_calibrated: bool = True
     is_learning: bool | None = False
 
@@ -42,7 +37,7 @@ class ScoringPolicy(Policy):
             )
 
     @property
-    def heads(self) -> tuple[AcceptanceHead, ...]:  # type: ignore[override]
+    def heads(self) -> tuple[Head, ...]:  # type: ignore[override]
         return (self.head,)
 
     @cached_property
@@ -81,7 +76,7 @@ class ScoringPolicy(Policy):
         """
         if self.is_learning:
             return score_of(learned.weights, self._inputs(signals))
-        shift, temperature = self._scale
+        shift, temperature = self._calibration if self.is_calibrated else (0.0, 1.0)
         return sigmoid((getattr(signals, self._logit) + shift) / temperature)
 
     def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
@@ -105,7 +100,3 @@ class ScoringPolicy(Policy):
     def _calibration(self) -> tuple[float, float]:
         """(shift, temperature): calibrated logit = (logit + shift) / temperature; heads compute them at each access."""
         return self.head.calibration_shift, self.head.temperature
-
-    @cached_property
-    def _scale(self) -> tuple[float, float]:
-        return self._calibration if self.is_calibrated else (0.0, 1.0)
