@@ -43,10 +43,7 @@ class Experiment:
         if needs_micro:
             refuse_feature_draft(config.pair)
             if config.pair.micro is None:
-                raise ValueError(
-                    "pair.micro is not set, but a hierarchy needs a third model, smaller than the draft; set "
-                    "pair.micro.path"
-                )
+                raise ValueError("pair.micro is not set; set pair.micro.path to a third model, smaller than the draft")
         self._config, self.models, self.decode = config, config.pair, config.decode
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
@@ -77,9 +74,7 @@ class Experiment:
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if released_layout_of(source) is None:
-            raise ValueError(
-                f"{path} is no feature draft (such as an EAGLE or a GliDe); set pair.draft to use another model"
-            )
+            raise ValueError(f"{path} is no feature draft, such as an EAGLE; set pair.draft to use another model")
         changed = Experiment(replace(self._config, pair=replace(self.models, draft=source)))
         changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models.draft, self.pair.target))
         return changed
@@ -144,10 +139,7 @@ class Experiment:
             return self.training_sets
         names = [set_name(source) for source in sources]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"decode.datasets are {', '.join(sources)}; two have the same name, which names their folders: rename "
-                "a file"
-            )
+            raise ValueError(f"decode.datasets are {', '.join(sources)}; two have the same name: rename a file")
         trained = {source.path: source for source in self.training_sets.values()}
         return {
             name: trained.get(source, PromptSource(path=source)) for name, source in zip(names, sources, strict=True)

@@ -31,9 +31,7 @@ def target_of(
     if not isinstance(drafting, FeatureDraft):
         return kind(target, vocab_size=vocab_size)
     if not drafting.is_bound_to(target):
-        raise ValueError(
-            "draft_model is a feature draft of another target; load it with this one, or draft.bind(target)"
-        )
+        raise ValueError("draft_model is a draft of another target; load it with this one, or draft.bind(target)")
     return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
 
 
@@ -91,9 +89,7 @@ class PairModels:
     def target(self) -> CachedModel:
         """The model that verifies; ValueError for a feature draft with compilation or of another target."""
         if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
-            raise ValueError(
-                f"decode.compile is {self._compile}, and a feature draft runs eagerly; set decode.compile: false"
-            )
+            raise ValueError(f"decode.compile is {self._compile}, but a feature draft runs eagerly; set it to false")
         return target_of(self.pair.target, self.pair.drafting, self._kind, vocab_size=self.pair.vocab_size)
 
     def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:

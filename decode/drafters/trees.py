@@ -166,10 +166,7 @@ class TreeDrafter(PolicyDrafter):
             raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
         self.shape, self.read_every = shape or dynamic(), read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
-            raise ValueError(
-                f"a GliDe draft feeds one chain, but {self.shape} expands {self.shape.num_expanded} nodes a level; use "
-                "CaPE's tree"
-            )
+            raise ValueError(f"a GliDe draft feeds one chain, but {self.shape} expands more nodes; use CaPE's tree")
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         """Draft at most `max_tokens` levels after `committed`."""
@@ -178,7 +175,10 @@ class TreeDrafter(PolicyDrafter):
         self._outputs: dict[int, tuple[Float[Tensor, " vocab"], Float[Tensor, "1 hidden"] | None]] = {}
         self._growth = Growth(self.shape, self._session.eos_ids)
         fed: Tree | None = Tree()
-        while len(self._growth.levels) < num_levels and fed is not None and self._grow(committed, fed):
+        while len(self._growth.levels) < num_levels and fed is not None:
+            if not self._grow(committed, fed):
+                self.proposal.stop_reason = "policy"
+                break
             fed = self._growth.expand()
             self.proposal.stop_reason = "limit" if self._growth.open else "eos"
         self._nodes, tree = self._growth.selected()
@@ -220,10 +220,7 @@ class TreeDrafter(PolicyDrafter):
             drawn = self._signals.read(len(run.steps), logits, growth.tokens[node])
             if is_checked and node == path[-1] and run.stops_before(drawn):
                 growth.drop_level()
-                self.proposal.stop_reason = "policy"
                 return False
             stops = run.keep(drawn)
         self.run, self._path = run, path
-        if is_checked and stops:
-            self.proposal.stop_reason = "policy"
         return not (is_checked and stops)

@@ -178,9 +178,7 @@ def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
     if isinstance(policy, str):
         return parse_policy(policy)
     if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(
-            f"policy is {policy!r:.80}; it must be a policy of decode.policies, or one written as 'fixed_length:k=4'"
-        )
+        raise ValueError(f"policy is {policy!r:.80}; it must be a Policy, or text such as 'fixed_length:k=4'")
     if not given:
         return policy or Heuristic()
     settings = _ASSISTED | given

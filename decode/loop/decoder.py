@@ -11,8 +11,6 @@ from time import perf_counter
 from typing import Any, SupportsIndex
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.loop.batch import Batch
@@ -20,7 +18,6 @@ from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached
 from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling, verify
-from lm.masks import Tree
 from lm.verification import node_probs, verify_tree
 
 Ids = Iterable[SupportsIndex]
@@ -91,19 +88,14 @@ class SpeculativeDecoder:
         """
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
-            raise ValueError(
-                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
-            )
+            raise ValueError(f"a {name} drafts for one prompt at a time; use generate, or a separate draft model")
         [num_rows], all_ids = integers_of(batch_size, "batch_size"), [integers_of(ids, _TOKEN) for ids in prompts]
         if num_rows < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
         limits = integers_of(max_new_tokens, "max_new_tokens")
         limits = limits * len(all_ids) if len(limits) == 1 else limits
         if len(limits) != len(all_ids):
-            raise ValueError(
-                f"max_new_tokens has {len(limits)} entries for {len(all_ids)} prompts; give one number, or one per "
-                "prompt"
-            )
+            raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(all_ids)} prompts; give 1 or as many")
         for ids, limit in zip(all_ids, limits, strict=True):
             self._check(len(ids), limit)
         if generator is None or isinstance(generator, torch.Generator):
@@ -131,7 +123,9 @@ class SpeculativeDecoder:
         self._check(len(committed), limit)
         draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         end = len(committed) + limit
-        with Session(self.sampling, self.eos_ids, draws, committed) as session:
+        session = Session(self.sampling, self.eos_ids, draws, committed)
+        session.is_open = True
+        try:
             session.take(self.target, "target", verifies=True)
             self.target.reset()
             self.drafter.start(session)
@@ -140,6 +134,8 @@ class SpeculativeDecoder:
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return
+        finally:
+            session.is_open = False
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError for a text that the target's context cannot hold; the last token is never fed."""
@@ -177,19 +173,16 @@ class SpeculativeDecoder:
         """Law 4.2 with several candidates at each position."""
         tree, target = proposal.tree, self.target
         assert tree is not None
-        p = self._tree_dists(target.feed_tree(text[len(target) :], tree), text, tree)
+        logits = target.feed_tree(text[len(target) :], tree)
+        if self.sampling.sees_no_tokens:
+            p = self.sampling.dists(logits)
+        else:
+            paths = [[], *(tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
+            p = torch.cat([self.sampling.dists(row[None], text, path) for row, path in zip(logits, paths, strict=True)])
         proposal.accepted, next_token = verify_tree(tree, p, draws)
         if proposal.takes_feedback:
             proposal.acceptance_probs = node_probs(tree, proposal.best, p, draws)
         return next_token
-
-    def _tree_dists(
-        self, logits: Float[Tensor, "rows vocab"], text: list[int], tree: Tree
-    ) -> Float[Tensor, "rows vocab"]:
-        if self.sampling.sees_no_tokens:
-            return self.sampling.dists(logits)
-        paths = [[], *(tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
-        return torch.cat([self.sampling.dists(row[None], text, path) for row, path in zip(logits, paths, strict=True)])
 
 
 def integers_of(values: Any, name: str) -> list[int]:

@@ -18,8 +18,10 @@ from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
 
 
 class Session:
-    """State that one generation shares with its drafters; open while it is entered."""
+    """State that one generation shares with its drafters."""
 
+    is_open = False
+    """Whether its models are in use."""
     _num_emitted = 0
     """Number of ids that the target may emit; 0 before a target is taken."""
     _num_drafted = 0
@@ -33,14 +35,6 @@ class Session:
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
-        self.is_open = False
-
-    def __enter__(self) -> "Session":
-        self.is_open = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_open = False
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
         """Take a model, before it is reset; the target first, and every model that `verifies` before those below it.
@@ -60,9 +54,8 @@ class Session:
         """
         if model.session is not None and model.session.is_open:
             raise ValueError(
-                f"the {role} is already in use, by another part of this generation or by another open stream, and its "
-                "cache holds one sequence; make a model object for each use, or exhaust or close() the other stream "
-                "first"
+                f"the {role} is already in use, by another part of this generation or by another open stream; make a "
+                "model object for each use, or exhaust or close() the other stream first"
             )
         model.check_mode()
         for token_id in self._prompt_range:
@@ -75,9 +68,8 @@ class Session:
     def _check_ids(self, model: DraftModel, role: str) -> None:
         if model.num_logits > self._num_drafted:
             raise ValueError(
-                f"the {role} has logits for {model.num_logits} ids, but its verifier for "
-                f"{self._num_drafted}; pass vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to "
-                f"the {role}'s drafter, so that the others have probability 0"
+                f"the {role} has logits for {model.num_logits} ids, but its verifier for {self._num_drafted}; pass "
+                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to the {role}'s drafter"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(

@@ -72,9 +72,7 @@ class HeadPolicy(ScoringPolicy):
 
     def __post_init__(self) -> None:
         if self.keeps_newest and self.head.timing != "prefix":
-            raise ValueError(
-                f"keeps_newest is for a prefix head, and this one is {self.head.timing}-time; leave it out"
-            )
+            raise ValueError(f"keeps_newest is for a prefix head, not a {self.head.timing}-time one; leave it out")
         super().__post_init__()
 
     @cached_property

@@ -133,10 +133,9 @@ def _imported(module: str, name: str) -> type[Policy]:
     try:
         loaded = import_module(module)
     except ImportError as error:
-        is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        problem = f"there is no module {module!r} in {directory} or among the installed ones" if is_absent else error
         raise ValueError(
-            f"policy {module}:{name} cannot be imported: {problem}; built-in ones are {', '.join([*POLICIES, *RULES])}"
+            f"policy {module}:{name} cannot be imported from {directory} or the installed packages: {error}; built-in "
+            f"ones are {', '.join([*POLICIES, *RULES])}"
         ) from error
     kinds = {key: value for key, value in vars(loaded).items() if isinstance(value, type) and issubclass(value, Policy)}
     if name not in kinds or kinds[name] is Policy:

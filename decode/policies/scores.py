@@ -32,9 +32,7 @@ class ScoringPolicy(Policy):
         """Raises ValueError for a head that cannot learn."""
         super().__post_init__()
         if self.is_learning and self.is_lagging:
-            raise ValueError(
-                "is_learning is for a drawn-time, prefix or candidate head, not a fed-time one; leave it out"
-            )
+            raise ValueError("is_learning is for heads of other timings, not a fed-time one; leave it out")
 
     @property
     def heads(self) -> tuple[Head, ...]:  # type: ignore[override]

@@ -57,7 +57,7 @@ def test_a_policy_of_a_module_is_made_with_its_parameters(directory):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("nowhere_at_all:Unsure", "no module 'nowhere_at_all'"),
+        ("nowhere_at_all:Unsure", "No module named 'nowhere_at_all'"),
         ("broken_policies:Unsure", "No module named 'nothing_of_this_name'"),
         ("policies_of_mine:Unsur", "has Unsure, Bare"),
         ("policies_of_mine:number", "is no policy"),
