@@ -23,8 +23,9 @@ from decode.policies.recommended import best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling, feature_draft_of, load_pair, refuse_feature_draft, without_weights
+from lm import Pair, Sampling, feature_draft_of, load_pair
 from lm.features.released import released_layout_of
+from lm.pair import refuse_feature_draft, without_weights
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)

@@ -14,35 +14,14 @@ from store.lazy import lazily
 
 if TYPE_CHECKING:
     from lm.compiled import Compile
-    from lm.draws import GreedySampler, RandomSampler, Sampler, UniformSource, array_of
+    from lm.draws import GreedySampler, RandomSampler, Sampler
     from lm.features.base import FeatureDraft
     from lm.features.loading import feature_draft_of
     from lm.features.model import DraftModel, FeatureModel, feature_model
-    from lm.forwards import eos_ids_of
     from lm.model import CachedModel
-    from lm.pair import (
-        Pair,
-        check_width,
-        free_memory,
-        load_config,
-        load_model,
-        load_pair,
-        load_pair_tokenizer,
-        load_tokenizer,
-        refuse_feature_draft,
-        vocab_size_of,
-        without_weights,
-    )
+    from lm.pair import Pair, check_width, load_config, load_model, load_pair, load_pair_tokenizer, vocab_size_of
     from lm.sampling import Sampling
     from lm.signals import cross_entropy, entropy
-    from lm.verification import (
-        acceptance_prob,
-        acceptance_rate,
-        next_dist,
-        num_accepted,
-        residual_probs,
-        revealed_probs,
-        verify,
-    )
+    from lm.verification import acceptance_prob, acceptance_rate, next_dist, num_accepted, residual_probs, verify
 else:
     __getattr__ = lazily(__name__, __file__)

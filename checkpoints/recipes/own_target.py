@@ -25,8 +25,8 @@ from checkpoints.recipes.distillation import Distillation, Draft, Reading
 from checkpoints.recipes.feature_drafts import layer_config, save_draft, unrolled
 from configs.paths import local_path
 from configs.schema import ModelSource
-from lm import load_model, load_tokenizer
 from lm.features.eagle import Eagle3
+from lm.pair import load_model, load_tokenizer
 from store.shards import atomic_directory, write_atomic
 
 _RANDOM_SHARE = 0.3  # of torch's initial weights, where EAGLE-3's layer has inputs that the target's has not

@@ -30,7 +30,7 @@ from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import StoryBatch, TargetReading
 from configs.paths import local_path
 from configs.schema import ModelSource
-from lm import load_model, load_tokenizer
+from lm.pair import load_model, load_tokenizer
 from store.shards import atomic_directory
 
 TRIO = ("target", "draft", "micro")

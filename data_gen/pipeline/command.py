@@ -21,8 +21,9 @@ from data_gen.responses.exchange import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, settle
 from data_gen.store.rows import account
-from lm import Sampling, free_memory, load_pair_tokenizer
+from lm import Sampling, load_pair_tokenizer
 from lm.features.released import released_layout_of
+from lm.pair import free_memory
 from lm.parallel import sliced_models
 from store.progress import Bar
 from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, shard_path, shards_in, write_atomic

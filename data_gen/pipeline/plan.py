@@ -26,8 +26,9 @@ from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import ShardSpec
 from data_gen.store.rows import read_rows
-from lm import free_memory, load_config
+from lm import load_config
 from lm.features.released import released_layout_of, width_of
+from lm.pair import free_memory
 from lm.parallel import refuse_sliced
 from store.progress import Bar
 from store.shards import shard_path

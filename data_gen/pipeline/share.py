@@ -26,7 +26,8 @@ from torch import distributed
 from configs.schema import DataConfig, PairConfig
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.exchange import ShardSpec
-from lm import free_memory, load_config
+from lm import load_config
+from lm.pair import free_memory
 from lm.parallel import check_slices, join, sliced_models, slices_of
 from store.lock import LOCK, holder_of, only_writer
 

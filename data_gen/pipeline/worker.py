@@ -35,22 +35,11 @@ from data_gen.responses.exchange import (
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import joined, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
-from lm import (
-    Pair,
-    Sampling,
-    check_width,
-    eos_ids_of,
-    feature_draft_of,
-    free_memory,
-    load_config,
-    load_model,
-    load_pair_tokenizer,
-    vocab_size_of,
-)
+from lm import Pair, Sampling, feature_draft_of, load_config, load_model, load_pair_tokenizer
 from lm.draws import seed_of, uniforms
 from lm.features.released import max_positions_of, released_layout_of
-from lm.forwards import check_outputs
-from lm.pair import is_out_of_memory, without_weights
+from lm.forwards import check_outputs, eos_ids_of
+from lm.pair import check_width, free_memory, is_out_of_memory, vocab_size_of, without_weights
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY

@@ -48,7 +48,8 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import FeatureDraft, Sampler, Sampling, eos_ids_of, load_model
+from lm import FeatureDraft, Sampler, Sampling, load_model
+from lm.forwards import eos_ids_of
 from lm.selfcheck import is_written
 
 _ASSISTED: dict[str, Any] = {

@@ -17,10 +17,11 @@ from decode.loop.fused import fused_step
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy, PolicyRun
-from lm import DraftModel, Sampler, revealed_probs
+from lm import DraftModel, Sampler
 from lm.draws import refuse_no_token
 from lm.features.model import BlockModel
 from lm.masks import Tree
+from lm.verification import revealed_probs
 
 
 @dataclass

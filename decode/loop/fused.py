@@ -14,8 +14,8 @@ from torch import Tensor
 
 from decode.loop.signals import FED, SignalReader, after_draw
 from decode.policies.base import AfterDraw, Policy
-from lm import CachedModel, GreedySampler, Sampler, Sampling, UniformSource
-from lm.draws import inverted, refuse_no_token
+from lm import CachedModel, GreedySampler, Sampler, Sampling
+from lm.draws import UniformSource, inverted, refuse_no_token
 from lm.signals import POSITION
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from decode.policies.base import AfterDraw, Policy, timing_of
 from heads.model.head import AcceptanceHead
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
-from lm import DraftModel, FeatureModel, Sampler, array_of
-from lm.draws import refuse_no_token
+from lm import DraftModel, FeatureModel, Sampler
+from lm.draws import array_of, refuse_no_token
 from lm.features.model import BlockModel
 from lm.signals import POSITION, TokenStats, signals_of, token_stats
 

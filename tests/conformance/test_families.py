@@ -7,7 +7,8 @@ from transformers import PretrainedConfig
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
-from lm import CachedModel, Sampling, eos_ids_of
+from lm import CachedModel, Sampling
+from lm.forwards import eos_ids_of
 from tests.conformance import checks
 from tests.conformance.checks import SHORT, plain, stranger
 from tests.conformance.families import FAMILIES, Family, build

@@ -15,7 +15,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.templates import encode
 from heads.command import export
 from heads.training.command import train
-from lm import load_model, load_tokenizer
+from lm.pair import load_model, load_tokenizer
 from tests.evaluation.commands import printed, refusal, spelt
 
 TEXT = "Tom has 3 apples."

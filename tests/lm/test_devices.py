@@ -15,8 +15,9 @@ from decode.loop.drafter import ModelDrafter
 from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
 from decode.policies.base import State
 from heads.model.head import AcceptanceHead
-from lm import CachedModel, RandomSampler, Sampling, revealed_probs, verify
+from lm import CachedModel, RandomSampler, Sampling, verify
 from lm.draws import draw
+from lm.verification import revealed_probs
 from tests.cases import first_fast
 from tests.toys.devices import FakeDevices, device_of, put
 from tests.toys.enumeration import seeded

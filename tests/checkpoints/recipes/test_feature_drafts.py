@@ -14,11 +14,12 @@ from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, enc
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
-from lm import CachedModel, load_model, load_pair, load_tokenizer
+from lm import CachedModel
 from lm.cache import growing_cache
 from lm.features.model import feature_model
 from lm.features.recorder import FeatureRecorder
 from lm.features.released import released_layout_of
+from lm.pair import load_model, load_pair, load_tokenizer
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 CHAINS = ("eagle", "glide")

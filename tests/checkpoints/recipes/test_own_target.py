@@ -19,7 +19,8 @@ from data_gen.prompts.stories import stories
 from decode import SpeculativeDecoder
 from decode.drafters.factory import PairModels
 from decode.policies import FixedLength
-from lm import Sampling, load_model, load_pair, load_tokenizer
+from lm import Sampling
+from lm.pair import load_model, load_pair, load_tokenizer
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 LAYERS = (2, 5, 7)

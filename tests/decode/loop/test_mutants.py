@@ -16,7 +16,8 @@ import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength
-from lm import GreedySampler, RandomSampler, residual_probs, revealed_probs, verify
+from lm import GreedySampler, RandomSampler, residual_probs, verify
+from lm.verification import revealed_probs
 from tests.toys.enumeration import ToyModel
 
 _propose, _round = ModelDrafter.propose, SpeculativeDecoder._round

@@ -21,7 +21,8 @@ from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model import step as stepwise
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
-from lm import CachedModel, RandomSampler, Sampling, UniformSource, entropy
+from lm import CachedModel, RandomSampler, Sampling, entropy
+from lm.draws import UniformSource
 from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.extending import added_to
