@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from lm import forwards
-from lm.cache import CAPACITY, BufferLayer, Snapshots, make_cache
+from lm.cache import CAPACITY, BufferLayer, Snapshots, is_attention, make_cache
 from lm.compiled import Compile, CompiledEpilogues
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
@@ -46,6 +46,7 @@ class CachedModel:
     """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
     session: Any = None
     holds_trees = False
+    _tree = EMPTY  # the nodes that are in the cache
     recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads, whose module imports this one
     epilogues: CompiledEpilogues | None = None  # compiled functions of its forwards
 
@@ -75,7 +76,7 @@ class CachedModel:
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters
-        self._is_plain = False
+        self._make_cache()
         self.reset()
         check_cache(self)
         if holds_trees:
@@ -134,13 +135,9 @@ class CachedModel:
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self._positions = torch.arange(CAPACITY, device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
-        self._tree = EMPTY  # the nodes that are in the cache
-        if self.recorder is not None:
-            self.recorder.buffer.roll_back(0)
         self._parts = forwards.body_and_lm_head(self.model)
-        if self._is_plain:
-            self.roll_back(0)
-        else:
+        self.roll_back(0)
+        if self._snapshots is not None:
             self._make_cache()
 
     def _make_cache(self) -> None:
@@ -148,8 +145,7 @@ class CachedModel:
         layers = self.cache.layers
         self._buffers = [layer for layer in layers if isinstance(layer, BufferLayer)]
         self._counted = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
-        self._is_plain = len(self._buffers) == len(layers)
-        self._snapshots = None if self._is_plain else Snapshots(self.cache)
+        self._snapshots = None if is_attention(self.cache) else Snapshots(self.cache)
         self._length = 0
 
     def roll_back(self, length: int) -> None:
