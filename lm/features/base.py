@@ -41,18 +41,18 @@ class FeatureDraft(nn.Module):
     name_or_path = ""  # directory or repository that it was loaded from
 
     def __init__(
-        self, config: PreTrainedConfig, *, has_embedding: bool, num_logits: int | None, rotary: nn.Module | None = None
+        self, config: PreTrainedConfig, *, has_embedding: bool, has_head: bool, rotary: nn.Module | None = None
     ) -> None:
-        """`config` is of the draft's layer, with the target's vocabulary. The target's input embeddings are used unless
-        `has_embedding`, its LM head if `num_logits`, the width of the draft's own, is None; `rotary` None: Llama's.
+        """`config` is of the draft's layer, with the target's vocabulary. Without `has_embedding` or `has_head` the
+        target's input embeddings or LM head are used; `rotary` None: Llama's.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
         self.config = config
         self.hidden_size: int = config.hidden_size  # width of the input of its LM head and of acceptance heads
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
-        self._has_head = num_logits is not None
-        self.lm_head = nn.Linear(config.hidden_size, num_logits, bias=False) if num_logits is not None else None
+        self._has_head = has_head
+        self.lm_head = nn.Linear(config.hidden_size, num_logits_of(config), bias=False) if has_head else None
         # other families have all keys that Llama's reads
         self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
@@ -66,13 +66,6 @@ class FeatureDraft(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
-
-    @property
-    def num_logits(self) -> int:
-        """Width of `logits`; those of a reduced vocabulary are as wide as the target's."""
-        if self.lm_head is None or self.target_ids is not None:
-            return self.config.vocab_size
-        return self.lm_head.out_features
 
     def bind(self, target: PreTrainedModel) -> "FeatureDraft":
         """Use the target's embeddings or LM head where the draft has none; for a reduced vocabulary, copy its rows."""
@@ -106,7 +99,7 @@ class FeatureDraft(nn.Module):
         """Numbers of the draft's vocabulary over the target's; `fill` for ids that a reduced one lacks."""
         if self.target_ids is None:
             return narrow
-        wide = narrow.new_full((*narrow.shape[:-1], self.num_logits), fill)
+        wide = narrow.new_full((*narrow.shape[:-1], self.config.vocab_size), fill)
         return wide.index_copy_(-1, self.target_ids, narrow)
 
 

@@ -17,7 +17,6 @@ So tokens are drawn one after another without another forward. Heads and LM head
 W1[x_i]], and z_i where that is not W1[x_i]; `joined` makes it of known texts, `follow` token by token.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -88,9 +87,9 @@ class DSpark(FeatureDraft):
         """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
         embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`, `enable_confidence_head`,
         `confidence_head_with_markov`; `sample_from_anchor` is true where absent. `window_mask` says what `layer_types`
-        with sliding_attention see. Without `has_embedding` or `has_head` the target's embeddings or LM head are used.
+        with sliding_attention see.
         """
-        super().__init__(config, has_embedding=has_embedding, num_logits=num_logits_of(config) if has_head else None)
+        super().__init__(config, has_embedding=has_embedding, has_head=has_head)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.num_inputs: int = config.block_size  # tokens of a block that the layers read
         self.block_size = self.num_inputs - (not getattr(config, "sample_from_anchor", True))  # tokens that it drafts
@@ -107,7 +106,7 @@ class DSpark(FeatureDraft):
         self.markov_head = MarkovHead(config) if kind else None
         self._confidence_size = size + (rank if config.confidence_head_with_markov else 0)
         proj = nn.Linear(self._confidence_size, 1)
-        self.confidence_head = nn.Sequential(OrderedDict(proj=proj)) if config.enable_confidence_head else None
+        self.confidence_head = nn.ModuleDict({"proj": proj}) if config.enable_confidence_head else None
 
     def remember(self, features: Float[Tensor, "batch token feature"], cache: Cache) -> None:
         """Append context to the cache: keys and values of the text's next tokens, from the target's features."""
@@ -175,7 +174,7 @@ class DSpark(FeatureDraft):
     def bias(self, hidden: Wide) -> Float[Tensor, "*draft vocab"]:
         """What the previous token adds to the logits."""
         if self.markov_head is None:
-            return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.num_logits)
+            return hidden.new_zeros(()).expand(*hidden.shape[:-1], self.config.vocab_size)
         return self.widened(self.markov_head.bias(hidden), 0.0)
 
     def logits(self, hidden: Wide) -> Float[Tensor, "*draft vocab"]:
@@ -184,7 +183,7 @@ class DSpark(FeatureDraft):
     def confidence(self, hidden: Wide) -> Float[Tensor, "*draft"]:
         """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
-        return upcast(self.confidence_head(hidden[..., : self._confidence_size]).squeeze(-1))
+        return upcast(self.confidence_head["proj"](hidden[..., : self._confidence_size]).squeeze(-1))
 
 
 def markov_width(rank: int, kind: str | None) -> int:

@@ -30,7 +30,7 @@ class Eagle(FeatureDraft):
     lag = 1
 
     def __init__(self, config: LlamaConfig, *, has_embedding: bool = True, has_fc_bias: bool = True) -> None:
-        super().__init__(config, has_embedding=has_embedding, num_logits=None)
+        super().__init__(config, has_embedding=has_embedding, has_head=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=has_fc_bias)
         qkv_bias = getattr(config, "qkv_bias", config.attention_bias)
         self.layers = nn.ModuleList([DraftLayer(config, input_size=config.hidden_size, qkv_bias=qkv_bias)])
@@ -73,13 +73,13 @@ class Eagle3(Eagle):
         *,
         target_size: int,
         has_embedding: bool = False,
-        num_logits: int | None = None,
+        has_head: bool = False,
     ) -> None:
         """`config` is that of the layers: `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`
         (speculators) are off where absent, `norm_logits` (SpecForge's `norm_output`) is on. `layer_ids`: layers of the
         target, of width `target_size`, after which its residual stream is read, as transformers counts hidden states.
         """
-        FeatureDraft.__init__(self, config, has_embedding=has_embedding, num_logits=num_logits)
+        FeatureDraft.__init__(self, config, has_embedding=has_embedding, has_head=has_head)
         self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
         norms = [LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids] if getattr(config, "fc_norm", False) else []

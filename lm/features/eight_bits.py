@@ -34,7 +34,7 @@ class EightBitLinear(nn.Module):
         # a parameter, so that the layer has a dtype and a device
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
 
     def forward(self, inputs: Float[Tensor, "*node input"]) -> Float[Tensor, "*node output"]:
         rows = inputs.reshape(-1, inputs.shape[-1])

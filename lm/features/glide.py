@@ -64,8 +64,7 @@ class Glide(FeatureDraft):
 
     def __init__(self, config: LlamaConfig, num_target_layers: int) -> None:
         """`config`: Llama's keys, and the target's `large_hidden_size` and `large_num_attention_heads`."""
-        num_logits = None if config.tie_word_embeddings else config.vocab_size
-        super().__init__(config, has_embedding=True, num_logits=num_logits)
+        super().__init__(config, has_embedding=True, has_head=not config.tie_word_embeddings)
         self.layers = nn.ModuleList([GlideLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         rope = {"rope_type": "default", "rope_theta": 10_000.0}

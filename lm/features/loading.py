@@ -47,6 +47,7 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
         make = {"eagle": _eagle, "eagle3": _eagle3, "glide": _glide, "dspark": _dspark}
         with init_empty_weights():
             draft = make[released.layout or "eagle"](released, target.config.get_text_config())
+        _reduce(draft, released)
         _fill(draft, released, dtype)
     draft.name_or_path = source.path
     draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
@@ -71,8 +72,8 @@ def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) ->
 
 
 def _eagle(released: Released, of_target: Any) -> FeatureDraft:
-    config = released.layer(LlamaConfig, released.keys)
-    _check_fits(released, config, of_target, config.hidden_size)
+    config = released.layer(LlamaConfig)
+    _check_fits(released, of_target, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     has_embedding, has_bias = (name in released.tensors for name in ("embed_tokens.weight", "fc.bias"))
     return Eagle(config, has_embedding=has_embedding, has_fc_bias=has_bias)
 
@@ -83,50 +84,46 @@ def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
     made: Any = Qwen3Config if "layers.0.self_attn.q_norm.weight" in tensors else LlamaConfig
-    config = released.layer(made, keys)
+    config = released.layer(made)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
-    _check_fits(released, config, of_target, target_size)
+    _check_fits(released, of_target, hidden_size=target_size, vocab_size=config.vocab_size)
     nested = keys.get("eagle_config") or {}
     reads_states = isinstance(nested, dict) and nested.get("use_aux_hidden_state", True)
     remedy = "use a draft that reads three of the target's states"
     released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
     written = keys.get("eagle_aux_hidden_state_layer_ids") or []
-    subject = f"its eagle_aux_hidden_state_layer_ids are {written!r:.80}"
-    released.require(is_ids(written), subject, "write a list of whole numbers")
-    ids = tuple(written) or (2, num_layers // 2, num_layers - 3)
+    ids, first = written or [2, num_layers // 2, num_layers - 3], 0 if written else 1
     released.require(
-        all((0 if written else 1) <= layer_id < num_layers for layer_id in ids),
-        f"it reads the target after layers {list(ids)}, and the target has {num_layers}",
-        f"name layers from 0, the embedding, to {num_layers - 1} as eagle_aux_hidden_state_layer_ids in its "
+        is_ids(ids) and all(layer_id in range(first, num_layers) for layer_id in ids),
+        f"it reads the target after layers {ids!r:.80}, and the target has {num_layers}",
+        f"write whole numbers from 0, the embedding, to {num_layers - 1} as eagle_aux_hidden_state_layer_ids in its "
         f"config.json (readers disagree whether what follows the last is normed), or {_OTHER_TARGET}",
     )
     reads_once = "layers.1.hidden_norm.weight" not in tensors
     released.require(reads_once, "each of its layers reads the embedding again", "use a draft of one layer")
-    has_embedding, has_head = _own_vocabulary(released, config, of_target)
-    num_logits = num_logits_of(config) if has_head else None
-    draft = Eagle3(config, ids, target_size=target_size, has_embedding=has_embedding, num_logits=num_logits)
+    draft = Eagle3(config, tuple(ids), target_size=target_size, **_own_vocabulary(released, config, of_target))
     config.max_position_embeddings = max_positions(keys)
-    return _reduced(draft, released)
+    return draft
 
 
-def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any) -> tuple[bool, bool]:
-    """(whether a draft has input embeddings, whether it has an LM head)."""
+def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any) -> dict[str, bool]:
+    """Whether a draft has input embeddings and an LM head."""
     has = {name: f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head")}
     lacks = next((name for name in has if not has[name]), None)
     is_possible = lacks is None or config.hidden_size == of_target.hidden_size
     released.require(is_possible, f"it is not as wide as the target and has no {lacks}", f"use a release with {lacks}")
-    return has["embed_tokens"], has["lm_head"]
+    return {"has_embedding": has["embed_tokens"], "has_head": has["lm_head"]}
 
 
 def _glide(released: Released, of_target: Any) -> FeatureDraft:
-    config = released.layer(LlamaConfig, {"large_num_attention_heads": 32} | released.keys)
+    config = released.layer(LlamaConfig)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
-    num_heads = of_target.num_attention_heads
+    num_heads = config.large_num_attention_heads
+    _check_fits(released, of_target, num_attention_heads=num_heads, vocab_size=config.vocab_size)
     width = num_heads * (getattr(of_target, "head_dim", None) or of_target.hidden_size // num_heads)
-    _check_fits(released, config, of_target, config.large_hidden_size, width)
+    subject = f"its large_hidden_size is {config.large_hidden_size}, and the target's keys have {width} numbers"
+    released.require(config.large_hidden_size == width, subject, _OTHER_TARGET)
     num_own, num_layers = config.num_hidden_layers, of_target.num_hidden_layers
-    subject = f"its queries have {config.large_num_attention_heads} heads and the target's {num_heads}"
-    released.require(config.large_num_attention_heads == num_heads, subject, _OTHER_TARGET)
     released.require(num_own <= num_layers, f"it has {num_own} layers and the target {num_layers}", _OTHER_TARGET)
     return Glide(config, num_layers)
 
@@ -135,10 +132,9 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     keys, num_layers = released.keys, of_target.num_hidden_layers
     lacks = [name for name in _DSPARK_KEYS if name not in keys]
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
-    config = released.layer(Qwen3Config, keys | {"num_target_layers": keys["num_target_layers"] or num_layers})
-    _check_fits(released, config, of_target, config.hidden_size)
-    subject = f"it is made for a target of {config.num_target_layers} layers, and this one has {num_layers}"
-    released.require(config.num_target_layers == num_layers, subject, _OTHER_TARGET)
+    config = released.layer(Qwen3Config)
+    made_for = {"num_hidden_layers": config.num_target_layers or num_layers, "vocab_size": config.vocab_size}
+    _check_fits(released, of_target, hidden_size=config.hidden_size, **made_for)
     ids, last = config.target_layer_ids, num_layers - 1
     types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
     is_from_anchor = getattr(config, "sample_from_anchor", True)
@@ -166,27 +162,22 @@ def _dspark(released: Released, of_target: Any) -> FeatureDraft:
         ),
     ):
         released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
-    has_embedding, has_head = _own_vocabulary(released, config, of_target)
-    return _reduced(DSpark(config, has_embedding=has_embedding, has_head=has_head), released)
+    return DSpark(config, **_own_vocabulary(released, config, of_target))
 
 
-def _check_fits(
-    released: Released, config: PretrainedConfig, of_target: Any, width: int, expected: int | None = None
-) -> None:
-    """Check that the draft reads states as wide as the target's, and has its vocabulary."""
-    for quantity, draft_size, target_size in (
-        ("states", width, expected or of_target.hidden_size),
-        ("a vocabulary", config.vocab_size, of_target.vocab_size),
-    ):
-        subject = f"it is made for a target with {quantity} of {draft_size}, and this one has {target_size}"
-        released.require(draft_size == target_size, subject, _OTHER_TARGET)
+def _check_fits(released: Released, of_target: Any, **sizes: int) -> None:
+    """Check that the target has the sizes that the draft is made for, under their names in its config."""
+    for name, size in sizes.items():
+        subject = f"it is made for a target with {name} {size}, and this one has {getattr(of_target, name)}"
+        released.require(getattr(of_target, name) == size, subject, _OTHER_TARGET)
 
 
-def _reduced(draft: FeatureDraft, released: Released) -> FeatureDraft:
+def _reduce(draft: FeatureDraft, released: Released) -> None:
+    """Read the maps of a reduced vocabulary."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
     num_logits, vocab_size = num_logits_of(draft.config), draft.config.vocab_size
     if num_logits == vocab_size:
-        return draft
+        return
     remedy = "export the draft with the maps it was trained with"
     if offsets is None or offsets.shape != (num_logits,):
         found = "is missing" if offsets is None else f"has shape {list(offsets.shape)}"
@@ -199,4 +190,3 @@ def _reduced(draft: FeatureDraft, released: Released) -> FeatureDraft:
     is_same = mask is None or mask.bool().nonzero().flatten().tolist() == sorted(ids.tolist())
     released.require(is_same, f"t2d does not mark the {num_logits} of {vocab_size} ids that d2t leads to", remedy)
     draft.target_ids = ids
-    return draft

@@ -43,7 +43,7 @@ class FeatureModel:
         self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
         self._recorder: FeatureRecorder = target.recorder
         self.hidden_size = draft.hidden_size
-        self.num_logits = draft.num_logits if vocab_size is None else min(draft.num_logits, vocab_size)
+        self.num_logits = min(draft.config.vocab_size, vocab_size or draft.config.vocab_size)
         self.reset()
 
     def __len__(self) -> int:

@@ -12,8 +12,7 @@ its layer runs here. As there, the next step reads the state after the norm; vLL
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging
+from transformers.utils import ContextManagers, logging
 
 from configs.schema import ModelSource
 from lm.cache import growing_cache, roll_back
@@ -37,7 +36,6 @@ from lm.selfcheck import check
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")  # copies of the target's own tensors
-_OTHER_DRAFT = "use another draft"
 
 
 class Mtp(Eagle):
@@ -46,7 +44,7 @@ class Mtp(Eagle):
     def __init__(self, model: MtpModel) -> None:
         """Take the layer of transformers' `model`, and a copy of the target's rotary embedding."""
         rotary = deepcopy(model.rotary_emb)
-        FeatureDraft.__init__(self, model.config, has_embedding=False, num_logits=None, rotary=rotary)
+        FeatureDraft.__init__(self, model.config, has_embedding=False, has_head=False, rotary=rotary)
         [self.layer] = model.layers
         self.shared_norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
         self._rope_keys = {"layer_type": model.config.layer_types[0]} if model.has_per_layer_rope else {}
@@ -67,45 +65,41 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's. ValueError if the checkpoint
     has none, several, or one that cannot be read or rolled back.
     """
-    of_target = without_mtp(source)
+    of_target, refusal = without_mtp(source), partial(refusal_of, source.path, remedy="use another draft")
     if of_target.path != target.name_or_path:
         subject = f"it is the MTP layer of {of_target.path}, and the target is {target.name_or_path}"
-        raise refusal_of(source.path, subject, "set pair.draft.path to mtp")
-    tensors = _tensors(of_target, target)
+        raise refusal(subject, remedy="set pair.draft.path to mtp")
+    config, dtype = target.config.get_text_config(), dtype or target.dtype
+    tensors = _tensors(of_target, config.num_hidden_layers)
     layers = {match[1] for name in tensors if (match := re.search(r"layers\.(\d+)\.", name))}
     if len(layers) != 1:
-        names = f"mtp.* or layers.{target.config.get_text_config().num_hidden_layers}.*"
-        subject = f"the checkpoint has {len(layers)} MTP layers (tensors {names}), and one is read"
-        raise refusal_of(source.path, subject, "use a checkpoint with one, or another draft")
-    config, dtype = target.config.get_text_config(), dtype or target.dtype
+        names = f"mtp.* or layers.{config.num_hidden_layers}.*"
+        raise refusal(f"the checkpoint has {len(layers)} MTP layers (tensors {names}), and one is read")
     # what transformers' MTP needs, and the configs of some families lack, such as Qwen3-Next's
     config.num_mtp_layers = 1
     for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if getattr(config, name, None) and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", [kind])
     try:
-        with ExitStack() as stack:
-            for context in MtpModel.get_init_context(dtype, False, False, None):  # on meta: no weight is drawn
-                stack.enter_context(context)
+        with ContextManagers(MtpModel.get_init_context(dtype, False, False, None)):  # on meta: no weight is drawn
             model = MtpModel(target, 1)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         cause = " ".join(str(error).split())[:200]
-        subject = f"transformers cannot build the MTP layer of {type(target).__name__} ({cause})"
-        raise refusal_of(source.path, subject, _OTHER_DRAFT) from error
+        raise refusal(f"transformers cannot build the MTP layer of {type(target).__name__} ({cause})") from error
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
     if kinds[0] != "full_attention" or model.rotary_emb is None:
         subject = f"its layer has {kinds[0]}" if model.rotary_emb is not None else "it has no rotary positions"
-        raise refusal_of(source.path, subject, f"full attention with rotary positions is read: {_OTHER_DRAFT}")
-    _fill(model, tensors, source, target, dtype)
+        raise refusal(f"{subject}, and full attention with rotary positions is read")
+    _fill(model, tensors, target, dtype, refusal)
     draft = Mtp(model).eval()
     draft.bind(target)
-    refusal = partial(refusal_of, source.path, remedy=_OTHER_DRAFT)
     check(target, "feeds of its MTP layer after a roll-back", partial(_feeds, draft), refusal)
     return draft
 
 
-def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
-    num_layers, tensors = target.config.get_text_config().num_hidden_layers, {}
+def _tensors(source: ModelSource, num_layers: int) -> dict[str, Tensor]:
+    """The tensors that a target of so many layers ignores."""
+    tensors = {}
     for file in files_of(source):
         with reading(file), safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # not a dict
@@ -116,7 +110,11 @@ def _tensors(source: ModelSource, target: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _fill(
-    model: MtpModel, tensors: dict[str, Tensor], source: ModelSource, target: PreTrainedModel, dtype: torch.dtype
+    model: MtpModel,
+    tensors: dict[str, Tensor],
+    target: PreTrainedModel,
+    dtype: torch.dtype,
+    refusal: Callable[[str], ValueError],
 ) -> None:
     """Give the layer all of its weights, and nothing else."""
     mapping: Any = model.get_weight_conversions(target)
@@ -133,7 +131,7 @@ def _fill(
     problems = {"lacks": missing - misread, "also has": loading.unexpected_keys, "has other shapes of": misread}
     for problem, names in problems.items():
         if names:
-            raise refusal_of(source.path, f"it {problem} {len(names)} tensors, first {min(names)}", _OTHER_DRAFT)
+            raise refusal(f"it {problem} {len(names)} tensors, first {min(names)}")
 
 
 def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

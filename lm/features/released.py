@@ -92,14 +92,14 @@ class Released:
         self.require(is_known, f"its rotary embedding is {form!r:.40}, which transformers does not know", remedy)
         self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
-    def layer(self, made: type[LayerConfig], keys: dict[str, Any]) -> LayerConfig:
-        """The config of the draft's layers, from flat keys."""
+    def layer(self, made: type[LayerConfig]) -> LayerConfig:
+        """The config of the draft's layers."""
         # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
         name, kinds = ("Llama", ("llama", "eagle", "qwen2")) if made is LlamaConfig else ("Qwen3", ("qwen3",))
-        kind = keys.get("model_type", kinds[0])
+        kind = self.keys.get("model_type", kinds[0])
         self.require(kind in kinds, f"its layer is of model_type {kind}", f"{name}'s is the one that is known here")
         try:
-            return made(**{key: value for key, value in keys.items() if key not in _NO_KEYS})
+            return made(**{key: value for key, value in self.keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
             reason = f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})"
             raise refusal_of(self.path, reason, "correct the key that the message names") from error
@@ -152,24 +152,23 @@ def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
         if isinstance(rope, dict):
             rope = rope.get("sliding_attention", rope)
             rope = rope if isinstance(rope, dict) else {"rope_type": str(rope)}  # refused by name
-            if "mrope" in (rope.get("rope_type"), rope.get("type")):
-                rope = {"rope_type": "default"} | {key: rope[key] for key in ("rope_theta",) if key in rope}
-            keys[name] = rope
+            is_mrope = "mrope" in (rope.get("rope_type"), rope.get("type"))
+            keys[name] = {key: value for key, value in rope.items() if not is_mrope or key == "rope_theta"}
     return keys
 
 
 def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     """The layout of a directory or repository, and the keys of its config.json in one form for all producers."""
     config = _config_of(source)
+    if source.path.endswith(MTP):
+        return "mtp", config
     tables = {name: config.get(name, {}) for name in ("transformer_layer_config", *_NESTED)}
     wrong = [(name, table, "write a table of keys there") for name, table in tables.items() if type(table) is not dict]
     for name, value, remedy in wrong or chain.from_iterable(map(_impossible, (config, *tables.values()))):
         raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
     layout, keys = _layout_of(config)
-    if source.path.endswith(MTP):
-        layout = "mtp"
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
-    elif layout is None and config.get("num_hidden_layers") == 1 and any(map(_has_fc, files_of(source))):
+    if layout is None and config.get("num_hidden_layers") == 1 and any(map(_has_fc, files_of(source))):
         layout = "eagle"
     return layout, _of_text(keys)
 
@@ -187,7 +186,7 @@ def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     if "speculators_model_type" in config:
         return _speculators(config)
     if "large_hidden_size" in config:
-        return "glide", config
+        return "glide", {"large_num_attention_heads": 32} | config
     if "PEagle" in architectures or any(name in config for name in _PARALLEL):
         return "P-EAGLE", config
     is_nested = any(isinstance(config.get(name), dict) for name in _NESTED)
@@ -210,7 +209,7 @@ def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "eagle3", {"eagle_aux_hidden_state_layer_ids": None} | keys
     if kind not in ("dflash", "dspark"):
         return f"speculators' {kind}", keys
-    of_blocks = {"sample_from_anchor": kind == "dspark"} | ({} if kind == "dspark" else _NO_HEADS)
+    of_blocks = {"sample_from_anchor": kind == "dspark"} | (_NO_MARKOV if kind == "dspark" else _NO_HEADS)
     ids = _shifted(config.get("aux_hidden_state_layer_ids"), -1)
     # it has Qwen3's layer, whatever the target's family
     return "dspark", of_blocks | keys | {"target_layer_ids": ids, "num_target_layers": None, "model_type": "qwen3"}
@@ -256,7 +255,7 @@ def released_layout_of(source: ModelSource) -> str | None:
     """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable. ValueError
     for a broken config.json, or pickled weights whose names decide the layout.
     """
-    return "mtp" if source.path.endswith(MTP) else _read(source)[0]
+    return _read(source)[0]
 
 
 def commit_of(source: ModelSource) -> str | None:

@@ -81,7 +81,7 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
         norms = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
         made = Eagle3(config(**norms), (1, 2, 2), target_size=WIDTH)
     elif kind == "reduced":
-        made = Eagle3(config(), (1, 2, 3), target_size=WIDTH, num_logits=4)
+        made = Eagle3(config(draft_vocab_size=4), (1, 2, 3), target_size=WIDTH, has_head=True)
         made.target_ids = torch.tensor([0, 2, 3, 6])
     elif kind == "layers":
         layers = Qwen3Config(**(SIZES | {"num_hidden_layers": 2, "head_dim": 6}))
