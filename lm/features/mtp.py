@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -31,7 +30,7 @@ from configs.schema import ModelSource
 from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, States, causal
 from lm.features.eagle import Eagle
-from lm.features.released import files_of, reading, refusal_of, without_mtp
+from lm.features.released import refusal_of, tensors_of, without_mtp
 from lm.selfcheck import check
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
@@ -70,7 +69,7 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
         subject = f"it is the MTP layer of {of_target.path}, and the target is {target.name_or_path}"
         raise refusal(subject, remedy="set pair.draft.path to mtp")
     config, dtype = target.config.get_text_config(), dtype or target.dtype
-    tensors = _tensors(of_target, config.num_hidden_layers)
+    tensors = tensors_of(of_target, partial(_is_of_mtp, config.num_hidden_layers))
     layers = {match[1] for name in tensors if (match := re.search(r"layers\.(\d+)\.", name))}
     if len(layers) != 1:
         names = f"mtp.* or layers.{config.num_hidden_layers}.*"
@@ -90,35 +89,25 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     if kinds[0] != "full_attention" or model.rotary_emb is None:
         subject = f"its layer has {kinds[0]}" if model.rotary_emb is not None else "it has no rotary positions"
         raise refusal(f"{subject}, and full attention with rotary positions is read")
-    _fill(model, tensors, target, dtype, refusal)
+    mapping: Any = model.get_weight_conversions(target)
+    _fill(model, tensors, LoadStateDictConfig(weight_mapping=mapping, dtype=dtype), refusal)
     draft = Mtp(model).eval()
     draft.bind(target)
     check(target, "feeds of its MTP layer after a roll-back", partial(_feeds, draft), refusal)
     return draft
 
 
-def _tensors(source: ModelSource, num_layers: int) -> dict[str, Tensor]:
-    """The tensors that a target of so many layers ignores."""
-    tensors = {}
-    for file in files_of(source):
-        with reading(file), safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a dict
-                match = _LAYER.match(name)
-                if (name.startswith("mtp.") or (match and int(match[1]) >= num_layers)) and not name.endswith(_SHARED):
-                    tensors[name] = opened.get_tensor(name)
-    return tensors
+def _is_of_mtp(num_layers: int, name: str) -> bool:
+    """True for the name of a tensor that a target of so many layers ignores."""
+    match = _LAYER.match(name)
+    is_mtp = name.startswith("mtp.") if match is None else int(match[1]) >= num_layers
+    return is_mtp and not name.endswith(_SHARED)
 
 
 def _fill(
-    model: MtpModel,
-    tensors: dict[str, Tensor],
-    target: PreTrainedModel,
-    dtype: torch.dtype,
-    refusal: Callable[[str], ValueError],
+    model: MtpModel, tensors: dict[str, Tensor], settings: LoadStateDictConfig, refusal: Callable[[str], ValueError]
 ) -> None:
     """Give the layer all of its weights, and nothing else."""
-    mapping: Any = model.get_weight_conversions(target)
-    settings = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype)
     has_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -15,8 +15,8 @@ A block reads the anchor and block_size - 1 masks. DSpark, and all of DeepSpec, 
 The MTP layer of a target is in the target's directory: its path is the target's and `#mtp`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
@@ -74,13 +73,9 @@ class Released:
         self.path = source.path
         self.layout, self.keys = _read(source)
         self.tensors: dict[str, Tensor] = {}
-        for file in files_of(source):
-            with reading(file):
-                tensors = load_file(file)
-            for name, value in tensors.items():
-                if not name.endswith("rotary_emb.inv_freq"):
-                    old = next(filter(name.startswith, _PREFIXES), "")
-                    self.tensors[_PREFIXES.get(old, "") + name.removeprefix(old)] = value
+        for name, value in tensors_of(source, lambda name: not name.endswith("rotary_emb.inv_freq")).items():
+            old = next(filter(name.startswith, _PREFIXES), "")
+            self.tensors[_PREFIXES.get(old, "") + name.removeprefix(old)] = value
         kind = "P-EAGLE" if "mask_hidden" in self.tensors else self.layout
         is_read = kind in (None, "eagle", "eagle3", "glide", "dspark")
         self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
@@ -113,15 +108,6 @@ class Released:
 def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
     """The error for the draft at this path: what is wrong, and the remedy."""
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turn the failure of safetensors into a ValueError that names the file."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
 
 
 def _impossible(keys: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -168,14 +154,9 @@ def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
         raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
     layout, keys = _layout_of(config)
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
-    if layout is None and config.get("num_hidden_layers") == 1 and any(map(_has_fc, files_of(source))):
+    if layout is None and config.get("num_hidden_layers") == 1 and tensors_of(source, "fc.weight".__eq__):
         layout = "eagle"
     return layout, _of_text(keys)
-
-
-def _has_fc(file: Path) -> bool:
-    with reading(file), safe_open(file, "pt") as opened:
-        return "fc.weight" in set(opened.keys())
 
 
 def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -301,8 +282,8 @@ def _config_of(source: ModelSource) -> dict[str, Any]:
     return config.get("text_config", config) if path != source.path else config
 
 
-def files_of(source: ModelSource) -> list[Path]:
-    """The files of weights; ValueError if all are pickled."""
+def tensors_of(source: ModelSource, is_read: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors with these names; ValueError for a broken file, or if all weights are pickled."""
     directory = Path(source.path)
     if not directory.is_dir():
         patterns = ["*.json", "*.safetensors", "*.bin.index*"]
@@ -314,4 +295,11 @@ def files_of(source: ModelSource) -> list[Path]:
             f"the weights of {source.path} are pickled ({pickled[0]}), which can run code when they are read; convert "
             "them: safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
         )
-    return files
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in filter(is_read, opened.keys())}
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read ({error}); fetch or copy the model again") from error
+    return tensors
