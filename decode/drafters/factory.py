@@ -35,22 +35,6 @@ def target_of(
     return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
 
 
-def draft_of(
-    drafting: PreTrainedModel | FeatureDraft,
-    target: CachedModel,
-    kind: Kind = CachedModel,
-    *,
-    with_hidden: bool = False,
-) -> DraftModel | TreeDraft:
-    """The model that drafts for a target of `target_of`, with logits of the target's width.
-
-    A separate model keeps hidden states, for heads, if `with_hidden`; a feature draft always does.
-    """
-    if not isinstance(drafting, FeatureDraft):
-        return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
-    return feature_model(drafting, target, vocab_size=target.num_logits)
-
-
 class PairModels:
     """Target, draft and micro of a pair, each made at its first use and shared by all decoders made here, of which only
     one may generate at a time.
@@ -79,7 +63,7 @@ class PairModels:
         self._compile, self._with_hidden = compile, with_hidden
         self._kind = kind or partial(CachedModel, holds_trees=holds_trees, compile=compile)
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
-        """Drafts made so far, by whether they keep hidden states; a feature draft is made once."""
+        """Drafts made so far, by whether they keep hidden states, which a feature draft always does."""
 
     @cached_property
     def pair(self) -> Pair:
@@ -94,11 +78,14 @@ class PairModels:
 
     def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:
         """The draft, with hidden states if the policy has heads."""
-        with_hidden = bool(policy.heads) or self._with_hidden
-        key = with_hidden and not isinstance(self.pair.drafting, FeatureDraft)
-        if key not in self.drafts:
-            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
-        return self.drafts[key]
+        drafting, width = self.pair.drafting, self.target.num_logits
+        with_hidden = bool(policy.heads) or self._with_hidden or isinstance(drafting, FeatureDraft)
+        if with_hidden not in self.drafts:
+            if isinstance(drafting, FeatureDraft):
+                self.drafts[with_hidden] = feature_model(drafting, self.target, vocab_size=width)
+            else:
+                self.drafts[with_hidden] = self._kind(drafting, vocab_size=width, with_hidden=with_hidden)
+        return self.drafts[with_hidden]
 
     @cached_property
     def draft(self) -> CachedModel:

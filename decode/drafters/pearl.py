@@ -61,8 +61,6 @@ class PearlDecoder(SpeculativeDecoder):
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "
                 "set pair.draft.device_map to another one, or use the predicted times"
             )
-        # one thread for as long as the decoder lives: the target's CUDA graphs belong to it (`lm.compiled`), the
-        # draft's to the caller's, and each is captured once
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
 
     @torch.inference_mode()

@@ -115,16 +115,12 @@ class Growth:
         """Candidates of the deepest level that may be followed by other tokens."""
         return [node for node in self.levels[-1] if self.tokens[node] not in self._eos_ids]
 
-    def path(self, node: int) -> list[int]:
-        """Candidates from the first level to this one."""
-        path = [node]
-        while self.parents[path[-1]] != ROOT:
-            path.append(self.parents[path[-1]])
-        return path[::-1]
-
     def best_path(self) -> list[int]:
-        """The path to the best candidate of the deepest level."""
-        return self.path(self._best(self.levels[-1], 1)[0])
+        """Candidates from the first level to the best one of the deepest level."""
+        path = self._best(self.levels[-1], 1)
+        while self.parents[path[0]] != ROOT:
+            path.insert(0, self.parents[path[0]])
+        return path
 
     def selected(self) -> tuple[list[int], Tree]:
         """The candidates that are verified, in the order of their numbers, and their tree."""

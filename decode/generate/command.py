@@ -79,13 +79,11 @@ def complete(
     policy: str | Policy | None = None,
     max_new_tokens: int | None = None,
 ) -> str:
-    """The target's response to a prompt, drawn as the config says, `decode.seed` included.
+    """The target's response to a prompt, drawn as the config says.
 
-    Args:
-        config: the experiment; `data.template` wraps the prompt.
+    Args, beside those of `generate`:
         prompt: the user's message, or a list of messages.
         policy: when to stop drafting, as an object or as for `--policy`, also if None.
-        max_new_tokens: None: decode.max_new_tokens.
 
     Raises:
         ValueError: a policy that does not parse, or does not fit the models; malformed messages.

@@ -64,8 +64,7 @@ class AutoState(NamedTuple):
 class Auto(ScoringPolicy):
     """`max_rejection_prob: auto`.
 
-    Attributes:
-        head: scores tokens, calibrated.
+    Attributes, beside those of `ScoringPolicy`:
         t_draft_s: of one draft step, including this rule's own work; 0 for a block, which is part of t_start_s.
         t_target_s: of a verification without a draft, t_target(0).
         t_verify_s: that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
@@ -80,7 +79,6 @@ class Auto(ScoringPolicy):
         prior_profit: first estimate of `AutoState.profit`; None: from `next_mean`.
         prior_rounds: weight of that estimate, in rounds.
         probe_every: rounds without a draft before one is tried again.
-        is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
     head: Head
