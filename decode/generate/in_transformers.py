@@ -48,7 +48,7 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import FeatureDraft, Sampler, Sampling, feature_model, load_model
+from lm import CachedModel, FeatureDraft, Sampler, Sampling, feature_model, load_model
 from lm.forwards import eos_ids_of
 from lm.selfcheck import is_written
 
@@ -146,14 +146,8 @@ def speculative_generate(
     if not allow_foreign_heads:
         _check_heads(policy, draft_model, model, config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
-    drafting: Any = draft_model
-    if isinstance(draft_model, FeatureDraft):
-        drafting = feature_model(draft_model, target, vocab_size=target.num_logits)
-    drafter = ModelDrafter(drafting, policy, vocab_size=target.num_logits)
-    # the sampling of plain `generate`; warpers alone read no token, and cost less
-    warped = Sampling.of(logits_processor or []) if config.do_sample else None
-    num_ids = model.config.get_text_config().vocab_size
-    sampling = warped or ProcessedSampling(float(config.do_sample), processors=logits_processor, num_ids=num_ids)
+    drafter = _drafter(draft_model, policy, target)
+    sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     rounds = _rounds(decoder, input_ids, criteria, config, generator)
     generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
@@ -170,6 +164,12 @@ def _loaded(draft: Any, target: PreTrainedModel) -> Any:
     dtype: Any = str(target.dtype).removeprefix("torch.")
     model: Any = load_model(ModelSource(path=str(draft), dtype=dtype))
     return model.to(target.device)
+
+
+def _drafter(draft: PreTrainedModel | FeatureDraft, policy: Policy, target: CachedModel) -> ModelDrafter:
+    width, is_plain = target.num_logits, isinstance(draft, PreTrainedModel)
+    model: Any = draft if is_plain else feature_model(draft, target, vocab_size=width)  # type: ignore[arg-type]
+    return ModelDrafter(model, policy, vocab_size=width)
 
 
 def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
@@ -193,6 +193,13 @@ def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
     if schedule not in _SCHEDULES:
         raise ValueError(f"num_assistant_tokens_schedule is {schedule!r}; it must be one of {', '.join(_SCHEDULES)}")
     return Assisted(**settings, is_heuristic=schedule != "constant")
+
+
+def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfig, model: PreTrainedModel) -> Sampling:
+    """The sampling of plain `generate`; warpers alone read no token, and cost less."""
+    warped = Sampling.of(processors or []) if config.do_sample else None
+    num_ids = model.config.get_text_config().vocab_size
+    return warped or ProcessedSampling(float(config.do_sample), processors=processors, num_ids=num_ids)
 
 
 def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer) -> Iterator[Round]:
