@@ -1,3 +1,1 @@
-"""Feature drafts: small models that read the target's states (EAGLE, EAGLE-3, GliDe, DSpark), loaded from released
-directories.
-"""
+"""Feature drafts: small models that read the target's states (EAGLE, GliDe, DSpark, MTP), from released directories."""

@@ -217,9 +217,8 @@ def feature_model(
     draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None
 ) -> EagleModel | GlideModel | BlockModel:
     """One sequence in `draft`; args are those of `FeatureModel`."""
-    if isinstance(draft, DSpark):
-        return BlockModel(draft, target, vocab_size=vocab_size)
-    return (GlideModel if isinstance(draft, Glide) else EagleModel)(draft, target, vocab_size=vocab_size)
+    kind = BlockModel if isinstance(draft, DSpark) else GlideModel if isinstance(draft, Glide) else EagleModel
+    return kind(draft, target, vocab_size=vocab_size)
 
 
 DraftModel = CachedModel | FeatureModel  # a model that drafts token by token

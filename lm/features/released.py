@@ -11,8 +11,6 @@ GliDe        `large_hidden_size`
 
 A block reads the anchor and block_size - 1 masks. DSpark, and all of DeepSpec, draft a token from each
 (`sample_from_anchor`); DFlash of others drafts none from the anchor. speculators has a key for it.
-
-The MTP layer of a target is in the target's directory: its path is the target's and `#mtp`.
 """
 
 from collections.abc import Callable, Iterator

@@ -6,10 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from heads import AcceptanceHead
-from lm import FeatureDraft
+from lm import CachedModel, FeatureDraft, FeatureModel, feature_model
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.glide import Glide
+from lm.features.recorder import FeatureRecorder
 from tests.conformance import mtp
 
 VOCAB, WIDTH, LAYERS = 7, 16, 3
@@ -95,6 +96,12 @@ def draft(kind: str, family: str = "llama") -> FeatureDraft:
     made = made.double().eval()
     _spread(made, 2, 0.35)
     return made.bind(target(family))
+
+
+def beside(model: PreTrainedModel, made: FeatureDraft, **settings: bool) -> tuple[CachedModel, FeatureModel]:
+    """The target, which records what its draft reads, and the draft."""
+    recording = CachedModel(model, recorder=FeatureRecorder(model, made), **settings)
+    return recording, feature_model(made, recording)
 
 
 def feature_head(timing: str, width: int = WIDTH, scalars: bool | tuple[str, ...] = True) -> AcceptanceHead:

@@ -14,12 +14,10 @@ from checkpoints.recipes.texts import NUM_DEPTHS, StoryBatch, TargetReading, enc
 from checkpoints.recipes.tiny import Recipe, make_drafts
 from configs.schema import ModelSource, PairConfig
 from data_gen.prompts.stories import stories
-from lm import CachedModel
 from lm.cache import growing_cache
-from lm.features.model import feature_model
-from lm.features.recorder import FeatureRecorder
 from lm.features.released import released_layout_of
 from lm.pair import load_model, load_pair, load_tokenizer
+from tests.toys.random_drafts import beside
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 CHAINS = ("eagle", "glide")
@@ -87,9 +85,9 @@ def test_predictions_for_a_text_at_each_depth_are_those_of_decoding(kind, target
     positions = reading.is_learned.nonzero().tolist()
     for depth, log_q in enumerate(feature_drafts.log_q_by_depth(draft, reading), 1):
         for row, (text, position) in zip(log_q, positions, strict=True):
-            tapped = CachedModel(target, recorder=FeatureRecorder(target, draft))
-            tapped.feed(ids[text, : position + 1 - depth].tolist())
-            decoded = feature_model(draft, tapped).feed(ids[text, : position + 1].tolist())[0].log_softmax(-1)
+            recording, model = beside(target, draft)
+            recording.feed(ids[text, : position + 1 - depth].tolist())
+            decoded = model.feed(ids[text, : position + 1].tolist())[0].log_softmax(-1)
             torch.testing.assert_close(row, decoded, atol=1e-4, rtol=0)
     assert depth == NUM_DEPTHS
 

@@ -25,14 +25,13 @@ from data_gen.responses import exchange as sources
 from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from data_gen.store.rows import Layout, to_safetensors
 from heads.batches.features import FeatureShard
-from lm import CachedModel, Sampling, acceptance_rate, entropy, feature_model
+from lm import Sampling, acceptance_rate, entropy
 from lm.draws import draw, uniforms
-from lm.features.recorder import FeatureRecorder
 from store.shards import list_shards, write_shard
 from tests.conformance.mtp import FAMILIES as MTP
 from tests.data_gen.on_disk import with_data
 from tests.toys.longrope import model_of, text_of
-from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, draft, target_of
+from tests.toys.random_drafts import BLOCKS, KINDS, VOCAB, beside, draft, target_of
 from tests.toys.random_pairs import greedy_of
 
 LENGTH, EOS, WARM = 3, 4, Sampling(temperature=1.3)
@@ -56,8 +55,7 @@ def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
     """One draft, token by token beside the target."""
-    tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
-    model = feature_model(draft(kind), tapped)
+    tapped, model = beside(target_of(kind), draft(kind))
     committed = [*exchange.prompt_ids, *exchange.response_ids[:start]]
     tapped.feed(committed[:-1])
     steps, tokens = [], []

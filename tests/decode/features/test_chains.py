@@ -7,13 +7,24 @@ from decode import ModelDrafter, PreVerifiedDrafter, SpeculativeDecoder, specula
 from decode.drafters.trees import Shape, TreeDrafter, dynamic
 from decode.policies import CumulativeTokenProb, DSparkConfidence, Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
-from lm import CachedModel, Sampling, feature_model
-from lm.features.recorder import FeatureRecorder
+from lm import CachedModel, Sampling
 from tests.cases import first_fast
 from tests.toys.enumeration import assert_same_law, law_of, seeded
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, Law
 from tests.toys.observed import observed
-from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, WIDTH, draft, feature_head, target
+from tests.toys.random_drafts import (
+    BLOCK,
+    BLOCKS,
+    KINDS,
+    PAIRS,
+    TARGETS,
+    VOCAB,
+    WIDTH,
+    beside,
+    draft,
+    feature_head,
+    target,
+)
 from tests.toys.random_pairs import greedy_of
 
 PROMPT, GREEDY = [1, 2, 3], Sampling(temperature=0)
@@ -21,16 +32,10 @@ SHAPES = {"eagle": dynamic(3, 12), "eagle3": dynamic(3, 8), "reduced": dynamic(2
 SHAPES |= {"glide": Shape(((0.5, 3), (1.0, 2)))}
 
 
-def tapped(kind: str, family: str = "llama", *, holds_trees: bool = False) -> CachedModel:
-    recorder = FeatureRecorder(target(family), draft(kind, family))
-    return CachedModel(target(family), recorder=recorder, holds_trees=holds_trees)
-
-
 def decoder_of(
     kind: str, policy: Policy, *, sampling: Sampling, family: str = "llama", shape: Shape | None = None
 ) -> SpeculativeDecoder:
-    verifier = tapped(kind, family, holds_trees=shape is not None)
-    model = feature_model(draft(kind, family), verifier)
+    verifier, model = beside(target(family), draft(kind, family), holds_trees=shape is not None)
     drafter = ModelDrafter(model, policy) if shape is None else TreeDrafter(model, policy, shape)
     return SpeculativeDecoder(verifier, drafter, sampling=sampling, eos_ids=frozenset())
 
@@ -108,13 +113,13 @@ def test_greedy_output_of_trees_equals_generate_and_the_draft_then_reads_what_it
     assert 0 < generation.counts.num_accepted < generation.counts.num_drafted
     assert list(generation.token_ids) == greedy(20)
     text = [*PROMPT, *generation.token_ids]
-    fresh = tapped(kind, holds_trees=True)
+    fresh, model = beside(target(), draft(kind), holds_trees=True)
     fresh.feed(text[:-1])
     assert decoder.target.recorder.num_features == len(decoder.target) == len(text) - 1
     if kind != "glide":
         ours, expected = (model.recorder.features(0, len(text) - 1) for model in (decoder.target, fresh))
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-8)
-    model, used = feature_model(draft(kind), fresh), decoder.drafter.model
+    used = decoder.drafter.model
     torch.testing.assert_close(used.feed(text[len(used) :]), model.feed(text), rtol=0, atol=1e-8)
 
 
@@ -127,9 +132,8 @@ def test_every_policy_runs_unchanged_and_changes_no_greedy_token():
 
 @pytest.mark.parametrize("kind", first_fast([*KINDS, *BLOCKS]))
 def test_a_middle_model_may_have_a_feature_draft_of_its_own(kind):
-    middle = tapped(kind)
-    inner = ModelDrafter(feature_model(draft(kind), middle), FixedLength(2))
-    drafter = PreVerifiedDrafter(inner, middle, Entropy(0.5))
+    middle, model = beside(target(), draft(kind))
+    drafter = PreVerifiedDrafter(ModelDrafter(model, FixedLength(2)), middle, Entropy(0.5))
     decoder = SpeculativeDecoder(CachedModel(target("qwen2")), drafter, sampling=GREEDY, eos_ids=frozenset())
     assert list(decoder.generate(PROMPT, 20).token_ids) == greedy(20, "qwen2")
 
@@ -205,4 +209,4 @@ def test_confidences_of_a_draft_that_has_none_and_trees_of_blocks_are_refused():
         with pytest.raises(ValueError, match="has no confidence head"):
             decoder_of(kind, DSparkConfidence(), sampling=GREEDY)
     with pytest.raises(ValueError, match="one block, which is a chain"):
-        TreeDrafter(feature_model(draft("rnn"), tapped("rnn")), FixedLength(2))
+        TreeDrafter(beside(target(), draft("rnn"))[1], FixedLength(2))

@@ -17,12 +17,11 @@ from evaluation.traces.replay import replay_settings
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
-from lm import CachedModel, Sampling, feature_model
-from lm.features.recorder import FeatureRecorder
+from lm import Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys import small_pair
 from tests.toys.loop import OF_BLOCKS, POLICIES, BothHeads
-from tests.toys.random_drafts import VOCAB, draft, feature_head, target_of
+from tests.toys.random_drafts import VOCAB, beside, draft, feature_head, target_of
 
 PROMPT, LENGTH, LIMIT, EOS = [1, 2, 3], 4, 9, 4
 WARM, GREEDY = Sampling(temperature=1.3), Sampling(temperature=0)
@@ -67,8 +66,8 @@ def decoder_of(
         limits = {"max_draft_length": small_pair.LENGTH, "vocab_size": small_pair.VOCAB}
         eos_ids = frozenset({small_pair.EOS})
         return SpeculativeDecoder(small_pair.model(1, 2), drafter, sampling=sampling, eos_ids=eos_ids, **limits)
-    tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
-    drafter = ModelDrafter(feature_model(draft(kind), tapped), policy)
+    tapped, model = beside(target_of(kind), draft(kind))
+    drafter = ModelDrafter(model, policy)
     return SpeculativeDecoder(tapped, drafter, sampling=sampling, max_draft_length=length, eos_ids=frozenset(eos_ids))
 
 

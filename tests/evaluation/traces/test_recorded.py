@@ -18,15 +18,14 @@ from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace, TraceRow, join_traces
-from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, feature_model, residual_probs
+from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from lm.draws import draw, uniforms
-from lm.features.recorder import FeatureRecorder
 from tests.conformance.mtp import FAMILIES as MTP
 from tests.evaluation.commands import config_with, spelt
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import EOS, LENGTH, LIMIT, PROMPT, WARM, model_head, responses, traced
 from tests.toys import longrope, small_pair
-from tests.toys.random_drafts import BLOCKS, KINDS, draft, feature_head, target_of
+from tests.toys.random_drafts import BLOCKS, KINDS, beside, draft, feature_head, target_of
 from tests.toys.small_pair import PROMPTS, VOCAB, model
 
 SHARP = Sampling(temperature=0.8, top_k=8)
@@ -146,8 +145,7 @@ def expected_draft(
     kind: str, response: list[int], start: int, chance: torch.Tensor
 ) -> tuple[list[int], int, list[dict[str, float]]]:
     """(tokens, number that pass, signals of each) of the round from `start`, drafted token by token with the target."""
-    tapped = CachedModel(target_of(kind), recorder=FeatureRecorder(target_of(kind), draft(kind)))
-    drafting = feature_model(draft(kind), tapped)
+    tapped, drafting = beside(target_of(kind), draft(kind))
     tapped.feed([*PROMPT, *response[:start]][:-1])
     tokens, rejected, steps = [], None, []
     for depth in range(min(LENGTH, LIMIT - 1 - start)):

@@ -7,18 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from lm import CachedModel, feature_model
 from lm.features.glide import Glide
-from lm.features.recorder import FeatureRecorder
 from lm.features.rollout import rollouts_of
 from lm.masks import Tree
 from tests.toys.enumeration import seeded
-from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, config, draft, target
+from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, beside, config, draft, target
 
 
 def models(kind, family="llama"):
-    tapped = CachedModel(target(family), recorder=FeatureRecorder(target(family), draft(kind, family)))
-    return tapped, feature_model(draft(kind, family), tapped)
+    return beside(target(family), draft(kind, family))
 
 
 def logits_afresh(kind, family, committed, drafted):

@@ -10,23 +10,16 @@ from torch import nn
 from torch.nn import functional
 
 from configs import ModelSource
-from lm import CachedModel, feature_model
 from lm.features.eight_bits import EightBitLinear
 from lm.features.loading import feature_draft_of
-from lm.features.recorder import FeatureRecorder
 from lm.features.released import max_positions_of, released_layout_of, width_of
 from tests.lm.features import released_by_hand as by_hand
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, released, write
-from tests.toys.random_drafts import VOCAB, WIDTH, target
+from tests.toys.random_drafts import VOCAB, WIDTH, beside, target
 
 
 def loaded(source: ModelSource):
     return feature_draft_of(source, target())
-
-
-def beside_target(draft):
-    tapped = CachedModel(target(), recorder=FeatureRecorder(target(), draft))
-    return tapped, feature_model(draft, tapped)
 
 
 def written(directory, layout: str, keys: dict | None = None, tensors: dict | None = None) -> ModelSource:
@@ -45,7 +38,7 @@ def test_a_directory_written_by_hand_computes_what_its_formula_says(layout, tmp_
     draft = loaded(source)
     assert released_layout_of(source) == by_hand.KINDS[layout]
     assert max_positions_of(source) == draft.config.max_position_embeddings
-    tapped, model = beside_target(draft)
+    tapped, model = beside(target(), draft)
     committed, drafted = [1, 2, 3, 4, 5], [6, 0]
     tapped.feed(committed[:-1])
     truth = Truth(target(), committed[:-1])
@@ -224,7 +217,7 @@ def put_back(layer):
 
 def drafted(draft):
     """Logits after each of a few tokens."""
-    tapped, model = beside_target(draft)
+    tapped, model = beside(target(), draft)
     tapped.feed([1, 2, 3, 4])
     return torch.cat([model.feed(tokens) for tokens in ([1, 2, 3, 4, 5], [6], [0])])
 
