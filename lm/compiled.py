@@ -4,51 +4,15 @@ A stop is about thirty calls on single rows, which take longer than their arithm
 works with every model that a `CachedModel` takes, on every cache, and compiles in seconds.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread, current_thread
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 Compile = Literal[False, "stop"]  # `decode.compile`: whether a draft step's stop is compiled
-Epilogue = Callable[[Float[Tensor, "1 vocab"], Float[Tensor, "1 hidden"] | None, Int[Tensor, " 1"]], tuple[Tensor, ...]]
-"""What is computed from the forward of one token: logits, final hidden state, the token."""
-
-
-class CompiledEpilogues:
-    """Compiled functions of the forwards of one model; each compiles at its first call."""
-
-    def __init__(self) -> None:
-        self.cache: dict[Hashable, Any] = {}
-        """Objects whose epilogues callers want to find again, since compiling another one takes seconds."""
-        self._kind: tuple[object, ...] = ()
-        self._graphs: dict[Hashable, GuardFreeGraph] = {}
-
-    def __call__(
-        self, epilogue: Epilogue, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, token: int
-    ) -> tuple[Tensor, ...]:
-        """Result of the epilogue, compiled once for each function; other tensors that it reads keep their addresses."""
-        kind = logits.shape, logits.dtype, logits.device
-        if kind != self._kind:  # fixed memory for the inputs; everything is compiled again
-            self._kind, self._graphs = kind, {}
-            self._logits, self._hidden = torch.empty_like(logits), None if hidden is None else torch.empty_like(hidden)
-            self._token = torch.zeros(1, dtype=torch.long, device=logits.device)
-            for tensor in (self._logits, self._hidden, self._token):
-                if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor)
-        inputs = self._logits, self._hidden, self._token
-        self._logits.copy_(logits)
-        if self._hidden is not None and hidden is not None:
-            self._hidden.copy_(hidden)
-        self._token.fill_(token)
-        key = epilogue, thread_key(logits.device)
-        if key not in self._graphs:
-            # a copy, since an epilogue may return the logits themselves, which the next forward overwrites
-            self._graphs[key] = GuardFreeGraph(lambda: epilogue(inputs[0].clone(), inputs[1], inputs[2]), logits.device)
-        return self._graphs[key]()
 
 
 def thread_key(device: torch.device) -> tuple[int, Thread | None]:

@@ -9,12 +9,13 @@ scalars stay on the device from the step before.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from decode.loop.signals import FED, SignalReader, after_draw
 from decode.policies.base import AfterDraw, Policy
 from lm import CachedModel, GreedySampler, Sampler, Sampling
+from lm.compiled import GuardFreeGraph, thread_key
 from lm.draws import UniformSource, inverted, refuse_no_token
 from lm.signals import POSITION
 
@@ -24,18 +25,19 @@ class FusedStep(SignalReader):
 
     def __init__(self, policy: Policy, model: CachedModel, sampling: Sampling) -> None:
         super().__init__(policy, model)
-        assert model.epilogues is not None
-        self._cached, self._sampling, self._epilogues = model, sampling, model.epilogues
+        self._cached, self._sampling = model, sampling
         self._columns = ["token", *self.names, *self.heads]
+        self._graphs: dict[object, GuardFreeGraph] = {}
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
             self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
             self._count = torch.zeros(1, dtype=torch.long, device=model.device)
+            self._fed = torch.zeros(1, dtype=torch.long, device=model.device)
             scalars = self.heads[FED].inputs.scalars if FED in self.heads else ()
             self._previous = {name: torch.zeros(1, device=model.device) for name in scalars}
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
         assert model.with_hidden or not self.heads, "a head scores hidden states: the draft must keep them"
-        for tensor in (self._uniform, self._forced, self._count, *self._previous.values()):
+        for tensor in (self._uniform, self._forced, self._count, self._fed, *self._previous.values()):
             torch._dynamo.mark_static_address(tensor)
 
     def step(
@@ -51,23 +53,35 @@ class FusedStep(SignalReader):
         if POSITION in self.names:
             self._count.fill_(self.num_before + position)
         logits = self._cached.feed(new_tokens)
-        hidden = self._cached.hidden if self._cached.with_hidden else None
-        q, values = self._epilogues(self._epilogue, logits, hidden, new_tokens[-1])
+        self._fed.fill_(new_tokens[-1])
+        q, values = self._graph(logits, self._cached.hidden if self._cached.with_hidden else None)()
         numbers = dict(zip(self._columns, values.tolist(), strict=True))
         token_id = refuse_no_token(int(numbers["token"]), q)
         if position == 0:  # no token of this round is fed yet
             numbers.pop(FED, None)
         return token_id, after_draw(position, numbers), q
 
-    def _epilogue(
-        self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None, fed: Int[Tensor, " 1"]
-    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " column"]]:
+    def _graph(self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None) -> GuardFreeGraph:
+        """The compiled `_epilogue` of a forward, whose results it reads in copies with fixed addresses."""
+        given = [logits] if hidden is None else [logits, hidden]
+        if not self._graphs:
+            self._given = [torch.empty_like(rows) for rows in given]
+            for rows in self._given:
+                torch._dynamo.mark_static_address(rows)
+        if (key := thread_key(logits.device)) not in self._graphs:
+            self._graphs[key] = GuardFreeGraph(lambda: self._epilogue(), logits.device)
+        for rows, new in zip(self._given, given, strict=True):
+            rows.copy_(new)
+        return self._graphs[key]
+
+    def _epilogue(self) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " column"]]:
         """q, and the numbers that `_columns` names."""
+        logits = self._given[0].clone()  # q may be the logits, which the next forward overwrites
         q = self._sampling.dists(logits)[0]
         token = GreedySampler.draw(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
-        state, known = None if hidden is None else hidden[0], token.clamp(max=len(q) - 1)
-        columns = self.columns(logits[0], known, state, (self._previous, fed), self._count)
+        state, known = self._given[1][0] if self._cached.with_hidden else None, token.clamp(max=len(q) - 1)
+        columns = self.columns(logits[0], known, state, (self._previous, self._fed), self._count)
         for name, number in self._previous.items():
             number.copy_(columns[name])
         wide = torch.float64 if q.is_cpu else torch.float32  # which holds every id below 2^24 exactly
@@ -77,14 +91,15 @@ class FusedStep(SignalReader):
 
 def fused_step(policy: Policy, model: object, sampling: Sampling, draws: Sampler) -> FusedStep | None:
     """The step for this policy; None if nothing is compiled, the draft is on two devices, or tokens must be known."""
-    if not isinstance(model, CachedModel) or model.epilogues is None:
+    if not isinstance(model, CachedModel) or model.compiled_steps is None:
         return None
     if not isinstance(draws, UniformSource) or not sampling.sees_no_tokens:
         return None
     if model.device != model.output_device or model.device.type == "mps":  # which has no float64
         return None
-    steps = model.epilogues.cache  # which outlives the drafters
-    key = sampling, policy.signals, policy.heads, model.device  # a draft that was moved has another
+    steps = model.compiled_steps  # which outlive the drafters
+    # a draft that was moved or cast has another
+    key = sampling, policy.signals, policy.heads, model.device, model.model.dtype, model.num_logits
     if key not in steps:
         steps[key] = FusedStep(policy, model, sampling)
     return steps[key]

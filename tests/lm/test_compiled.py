@@ -6,10 +6,10 @@ from threading import current_thread
 import pytest
 import torch
 
-from lm import CachedModel, compiled
+from decode.loop import fused
+from decode.policies import FixedLength
+from lm import CachedModel, RandomSampler, Sampling
 from tests.toys.small_pair import random_llama
-
-TOKENS = [1, 2, 3]
 
 
 class Graphs:
@@ -26,21 +26,19 @@ class Graphs:
         return self.function()
 
 
-def first_row(logits, hidden, token):
-    return (logits[0],)
-
-
 def stepped(model):
-    """Logits after a prompt and one more token, by a compiled step."""
+    """q after a prompt and one more token, by compiled steps."""
+    draws = RandomSampler(0)
+    step = fused.fused_step(FixedLength(2), model, Sampling(), draws)
     model.reset()
-    model.feed(TOKENS)
-    return model.epilogues(first_row, model.feed([4]), None, 4)[0]
+    step.step(0, [1, 2, 3], draws)
+    return step.step(1, [4], draws)[2]
 
 
 @pytest.mark.parametrize(("device", "num_per_thread"), [("cuda", 1), ("cpu", 0)])
 def test_a_graph_is_replayed_by_the_thread_that_captured_it(device, num_per_thread, monkeypatch):
-    monkeypatch.setattr(compiled, "GuardFreeGraph", Graphs)
-    monkeypatch.setattr(compiled, "thread_key", lambda _, key=compiled.thread_key: key(torch.device(device)))
+    monkeypatch.setattr(fused, "GuardFreeGraph", Graphs)
+    monkeypatch.setattr(fused, "thread_key", lambda _, key=fused.thread_key: key(torch.device(device)))
     monkeypatch.setattr(Graphs, "num_captured", 0)
     model = CachedModel(random_llama(num_hidden_layers=1), compile="stop")
     expected, threads = stepped(model), torch.get_num_threads()
