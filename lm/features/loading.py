@@ -19,11 +19,6 @@ from lm.features.glide import Glide
 from lm.features.released import MTP, Released, is_ids, max_positions, refusal_of
 from lm.sampling import FLOATS
 
-_DSPARK_KEYS = (
-    *("block_size", "target_layer_ids", "num_target_layers", "mask_token_id"),
-    *("markov_rank", "enable_confidence_head"),
-)
-"""Keys that a DFlash or DSpark draft must have."""
 _OTHER_TARGET = "use it with the target that it was trained for"
 
 
@@ -130,7 +125,8 @@ def _glide(released: Released, of_target: Any) -> FeatureDraft:
 
 def _dspark(released: Released, of_target: Any) -> FeatureDraft:
     keys, num_layers = released.keys, of_target.num_hidden_layers
-    lacks = [name for name in _DSPARK_KEYS if name not in keys]
+    required = ("block_size", "target_layer_ids", "num_target_layers", "mask_token_id", "markov_rank")
+    lacks = [name for name in (*required, "enable_confidence_head") if name not in keys]
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
     config = released.layer(Qwen3Config)
     made_for = {"num_hidden_layers": config.num_target_layers or num_layers, "vocab_size": config.vocab_size}

@@ -168,8 +168,7 @@ def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
         return "glide", {"large_num_attention_heads": 32} | config
     if "PEagle" in architectures or any(name in config for name in _PARALLEL):
         return "P-EAGLE", config
-    is_nested = any(isinstance(config.get(name), dict) for name in _NESTED)
-    if is_nested or any(name in architectures for name in ("DFlash", "Domino")):
+    if any(name in config for name in _NESTED) or any(name in architectures for name in ("DFlash", "Domino")):
         return _nested(config, architectures)
     if "DSpark" in architectures or "markov_rank" in config:
         return "dspark", _NO_MARKOV | {"sample_from_anchor": True} | config
@@ -196,17 +195,15 @@ def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, Any]]:
     """Keys of blocks of z-lab's and SpecForge's layout."""
-    nested: dict[str, Any] = {}
-    for name in _NESTED:
-        nested |= config.get(name) or {}
-    projector = str(nested.get("projector_type") or "") or next(
-        (name for name in ("Domino", "DSpark") if name in architectures), "dspark" if "markov_rank" in nested else ""
-    )
+    nested = config.get("dflash_config", {}) | config.get("dspark_config", {})
+    by_keys = "dspark" if "markov_rank" in nested else "dflash"
+    by_name = next((name for name in ("Domino", "DSpark") if name in architectures), by_keys)
+    projector = str(nested.get("projector_type") or by_name)
     is_dspark = projector.lower() == "dspark"
     keys = _NO_HEADS | {"num_target_layers": None, "window_follows_token": True, "sample_from_anchor": is_dspark}
     keys |= {name: value for name, value in config.items() if name not in (*_NESTED, *_OUTER)} | nested
     keys |= {"enable_confidence_head": nested.get("enable_confidence_head", bool(nested.get("confidence_head_alpha")))}
-    return "dspark" if is_dspark or projector in ("", "dflash") else projector, keys
+    return "dspark" if is_dspark or projector == "dflash" else projector, keys
 
 
 def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
