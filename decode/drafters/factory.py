@@ -14,14 +14,11 @@ from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, feature_mod
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
-Kind = Callable[..., CachedModel]
-"""Makes a model with an empty cache: (loaded model, vocab_size, with_hidden) -> model."""
-
 
 def target_of(
     target: PreTrainedModel,
     drafting: PreTrainedModel | FeatureDraft,
-    kind: Kind = CachedModel,
+    kind: Callable[..., CachedModel] = CachedModel,
     *,
     vocab_size: int | None,
 ) -> CachedModel:
@@ -47,7 +44,7 @@ class PairModels:
         *,
         holds_trees: bool = False,
         with_hidden: bool = False,
-        kind: Kind | None = None,
+        kind: Callable[..., CachedModel] | None = None,
     ) -> None:
         """Args:
         pair: loaded, or a function that loads it at the first use of a model.
@@ -55,7 +52,7 @@ class PairModels:
         holds_trees: make models that hold trees; they can draft chains too.
         with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
             keeps them only for policies with heads.
-        kind: class of target and draft, if not the one for `holds_trees` and `compile`.
+        kind: makes target and draft, called as `CachedModel`, if not that class for `holds_trees` and `compile`.
         """
         if holds_trees and compile is not False:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")

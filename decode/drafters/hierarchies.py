@@ -64,12 +64,6 @@ from decode.policies.plain import FixedLength, SelfVerify
 from lm import CachedModel, next_dist, num_accepted
 
 
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 0:
-            raise ValueError(f"{name} is {value}; it must be at least 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class InnerRounds:
     """How many inner rounds make one draft, and how long each may be."""
@@ -84,7 +78,8 @@ class InnerRounds:
     """Emit the free token of a fully accepted inner round."""
 
     def __post_init__(self) -> None:
-        _check_counts(window=self.window, max_rounds=self.max_rounds or 0, num_alone=self.num_alone)
+        if min(self.window, self.max_rounds or 0, self.num_alone) < 0:
+            raise ValueError(f"{self}: every number must be at least 0")
 
     def lengths(self) -> Iterator[int]:
         """The window of each inner round; 0 if `model` drafts alone."""
@@ -199,7 +194,8 @@ class InterleavedDrafter:
         vocab_size: int | None = None,
     ) -> None:
         """A draft has m blocks of n tokens of the small model, counted as micro, and one of the medium model."""
-        _check_counts(m=m, n=n)
+        if min(m, n) < 0:
+            raise ValueError(f"m is {m} and n is {n}; both must be at least 0")
         self.small: CachedModel = cached(small, vocab_size=vocab_size)
         self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
         self.m, self.n = m, n

@@ -106,11 +106,10 @@ class Round:
         return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record in JSON; times in seconds."""
+        """The record for JSON; times in seconds."""
         names = ["drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"]
         names += [] if self.parents is None else ["parents", "path"]
-        values = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,9 @@ class Generation:
         return cls(token_ids, rounds, Counts(**totals))
 
     def as_dict(self) -> dict[str, Any]:
-        """Tokens, one record per round, and totals, as in JSON."""
+        """Tokens, one record per round, and totals, for JSON."""
         rounds = [round_.as_dict() for round_ in self.rounds]
-        return {"token_ids": list(self.token_ids), "rounds": rounds, "counts": asdict(self.counts)}
+        return {"token_ids": self.token_ids, "rounds": rounds, "counts": asdict(self.counts)}
 
 
 def settle_round(

@@ -10,6 +10,7 @@ so a model's distributions may be narrower than the target's; they have zeros th
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,8 +25,8 @@ class Session:
     """Whether its models are in use."""
     _num_emitted = 0
     """Number of ids that the target may emit; 0 before a target is taken."""
-    _num_drafted = 0
-    """Number of ids that all verifying models have."""
+    _num_drafted = inf
+    """Number of ids that all verifying models have; infinite before a target is taken."""
 
     def __init__(
         self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
@@ -41,10 +42,19 @@ class Session:
         ValueError, by its `role`, for a model that this module refuses.
         """
         self.check(model, role)
-        if self._num_emitted:
-            self._check_ids(model, role)
+        if model.num_logits > self._num_drafted:
+            raise ValueError(
+                f"the {role} has logits for {model.num_logits} ids, but its verifier for {self._num_drafted}; pass "
+                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to the {role}'s drafter"
+            )
+        if model.num_embeddings < self._num_emitted:
+            raise ValueError(
+                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit "
+                f"{self._num_emitted}; use models of one vocabulary, or, if the tokenizer has no more ids than either, "
+                "pass its vocab_size to target and drafter"
+            )
         if verifies:
-            self._num_drafted = min(model.num_logits, self._num_drafted or model.num_logits)
+            self._num_drafted = min(model.num_logits, self._num_drafted)
             self._num_emitted = self._num_emitted or model.num_logits
         model.session = self
 
@@ -64,19 +74,6 @@ class Session:
                     f"the prompt has token id {token_id}, and the {role} has embeddings for ids 0 to "
                     f"{model.num_embeddings - 1}; encode the prompt with the pair's own tokenizer"
                 )
-
-    def _check_ids(self, model: DraftModel, role: str) -> None:
-        if model.num_logits > self._num_drafted:
-            raise ValueError(
-                f"the {role} has logits for {model.num_logits} ids, but its verifier for {self._num_drafted}; pass "
-                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to the {role}'s drafter"
-            )
-        if model.num_embeddings < self._num_emitted:
-            raise ValueError(
-                f"the {role} has embeddings for {model.num_embeddings} ids, but the target may emit "
-                f"{self._num_emitted}; use models of one vocabulary, or, if the tokenizer has no more ids than either, "
-                "pass its vocab_size to target and drafter"
-            )
 
 
 def cached(model: Any, **settings: Any) -> Any:

@@ -251,9 +251,8 @@ def _computed(heads: Iterable[AcceptanceHead | StepwiseHead], signals: frozenset
 
 def after_draw(position: int, numbers: dict[str, float]) -> AfterDraw:
     """The signals of a token as a policy gets them."""
-    names = [name for name in numbers if name in AfterDraw._fields]
-    token_prob = math.exp(numbers.get("log_token_prob", -math.inf))
-    return AfterDraw(position=position, token_prob=token_prob, **{name: numbers[name] for name in names})
+    known = {name: number for name, number in numbers.items() if name in AfterDraw._fields}
+    return AfterDraw(position=position, token_prob=math.exp(numbers.get("log_token_prob", -math.inf)), **known)
 
 
 def _devices_of(policy: Policy, model: DraftModel) -> tuple[torch.device, torch.device | None]:

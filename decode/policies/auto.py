@@ -113,8 +113,7 @@ class Auto(ScoringPolicy):
         known = head.provenance.recommended
         if not {"t_draft_s", "t_target_s"} <= set(known):
             raise ValueError(
-                "max_rejection_prob: auto needs measured times, but the head's config.json has no `recommended`; run "
-                "`acceptance-heads tune` first, or use decode.policies.auto.Auto(head, t_draft_s, t_target_s)"
+                "max_rejection_prob: auto needs times, and the head's config.json has none; run `acceptance-heads tune`"
             )
         rule = cls(head, **{f.name: known[f.name] for f in fields(cls) if f.name in known})
         return replace(rule, is_learning=not rule.is_lagging if is_learning is None else is_learning)
