@@ -50,6 +50,7 @@ from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
 from lm import CachedModel, FeatureDraft, Sampler, Sampling, feature_model, load_model
 from lm.forwards import eos_ids_of
+from lm.selfcheck import is_written
 
 _ASSISTED: dict[str, Any] = {
     "num_assistant_tokens": 20,
@@ -260,9 +261,10 @@ def _check(
         "padded prompts; remove the padding": mask is not None and not bool(mask.all()),
         "position_ids other than 0, 1, 2, ...; leave them out": positions is not None
         and not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()),
+        # `generate` marks a user's cache; it also is one if it holds tokens
         "a cache handed in, which it would not fill; leave it out": any(
-            getattr(cache, "_is_user_defined", False)
-            for cache in caches  # `generate` marks a user's cache
+            getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
+            for cache in caches
         ),
         f"cache_implementation={cache_kind!r}; leave it unset": cache_kind not in (None, "dynamic"),
         f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out": bool(impure),
