@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, Rotation, States, causal
+from lm.masks import visible
 
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
@@ -44,17 +45,13 @@ class GlideLayer(LlamaDecoderLayer):
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         inputs, settings = self.input_layernorm(states), {"attention_mask": masks[0], "past_key_values": cache}
         states = states + self.self_attn(inputs, position_embeddings=rotations[0], **settings)[0]
-        states = states + self._attended(states, of_target, rotations[1], masks[1])
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-    def _attended(self, states: States, of_target: KeysValues, rotation: Rotation, mask: CrossMask | None) -> States:
-        """What cross-attention adds to the residual stream."""
         queries = self.cross_attn["q_proj"](states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        cosines, sines = (part.unsqueeze(1) for part in rotation)
+        cosines, sines = (part.unsqueeze(1) for part in rotations[1])
         queries = queries * cosines + rotate_half(queries) * sines
         keys, values = (part.to(queries.device, queries.dtype) for part in of_target)
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        return self.cross_attn["o_proj"](attended.transpose(1, 2).flatten(-2))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=masks[1], enable_gqa=True)
+        states = states + self.cross_attn["o_proj"](attended.transpose(1, 2).flatten(-2))
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Glide(FeatureDraft):
@@ -111,7 +108,5 @@ def delayed(num_tokens: int, block_size: int, device: torch.device | None = None
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """
     positions = torch.arange(num_tokens, device=device)
-    blocks = positions // block_size
-    before = blocks[:, None] > blocks
-    first = (positions < block_size) & (positions <= positions[:, None])
-    return (before | first)[None, None]
+    starts = positions // block_size * block_size
+    return visible(torch.where(starts > 0, starts - 1, positions), num_tokens)[None, None]
