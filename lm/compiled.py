@@ -32,7 +32,6 @@ class GuardFreeGraph:
         torch._dynamo.exc.TorchDynamoException if it cannot be compiled.
         """
         self._on_gpu = device.type == "cuda"
-        self._options: dict[str, Any] = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}
         self._kernels: Callable[..., Sequence[Tensor]] | None = None
         self._inputs: tuple[Any, ...] = ()
         self._outputs: Sequence[Any] = ()
@@ -46,25 +45,24 @@ class GuardFreeGraph:
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Call the function, or replay its graph."""
-        if not self._on_gpu:
-            return self._run()
-        torch.compiler.cudagraph_mark_step_begin()
-        return tuple(output.clone() for output in self._run())  # a CUDA graph writes its next output over this one
-
-    def _run(self) -> tuple[Tensor, ...]:
+        if self._on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
         if self._kernels is None:
             results = self._first_call()
             if self._kernels is not None:
                 indices = {id(output): index for index, output in enumerate(self._outputs)}
                 self._result_indices, self._outputs = [indices[id(result)] for result in results], ()
-            return results
-        outputs = self._kernels(*self._inputs)
-        return tuple(outputs[index] for index in self._result_indices)
+        else:
+            outputs = self._kernels(*self._inputs)
+            results = tuple(outputs[index] for index in self._result_indices)
+        # a CUDA graph writes its next output over this one
+        return tuple(result.clone() for result in results) if self._on_gpu else results
 
     def _backend(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx  # takes two seconds, and most commands compile nothing
 
-        kernels: Any = compile_fx(graph, examples, config_patches=self._options)
+        options = {"triton.cudagraphs": self._on_gpu, "cpp_wrapper": not self._on_gpu}
+        kernels: Any = compile_fx(graph, examples, config_patches=options)
 
         def first(*inputs: Any) -> Any:
             self._kernels, self._inputs = kernels, inputs

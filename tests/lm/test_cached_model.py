@@ -19,6 +19,7 @@ from tests.toys.small_pair import SIZES
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2)
 GPT2 = GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
 GEMMA = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.5, sliding_window=4)
+LLAMA_4 = Llama4TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=16, num_local_experts=2)
 TOKENS = [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -27,7 +28,13 @@ def model_of(config):
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
-def assert_rows_are_those_of_the_whole(model):
+@pytest.mark.parametrize(("config", "has_halves"), [(LLAMA, True), (GPT2, True), (LLAMA_4, True), (GEMMA, False)])
+def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_halves):
+    """Llama 4 is its own base model."""
+    model = model_of(config)
+    assert (body_and_lm_head(model) is not None) == has_halves
+    states, expected = hidden_states(model, [TOKENS], [0]), model(torch.tensor([TOKENS])).logits[0].detach()
+    torch.testing.assert_close(logits_of(model, states, 40), expected)
     cached = CachedModel(model, with_hidden=True)
     for length in (3, 5, 6, 7):
         logits = cached.feed(TOKENS[len(cached) : length], 1 if length == 3 else length - len(cached))
@@ -36,22 +43,6 @@ def assert_rows_are_those_of_the_whole(model):
             expected = model(torch.tensor([TOKENS[:length]]), output_hidden_states=True)
         torch.testing.assert_close(logits, expected.logits[0, -len(logits) :], rtol=0, atol=1e-12)
         torch.testing.assert_close(hidden, expected.hidden_states[-1][0, -len(logits) :], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("config", "has_halves"), [(LLAMA, True), (GPT2, True), (GEMMA, False)])
-def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_halves):
-    model = model_of(config)
-    assert (body_and_lm_head(model) is not None) == has_halves
-    assert_rows_are_those_of_the_whole(model)
-
-
-def test_a_model_that_is_its_own_base_model_has_hidden_states():
-    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size_mlp": 16, "num_local_experts": 2}
-    model = model_of(Llama4TextConfig(**sizes))
-    assert type(model).__name__ == "Llama4ForCausalLM"
-    assert_rows_are_those_of_the_whole(model)
-    states = hidden_states(model, [TOKENS], [0])
-    torch.testing.assert_close(logits_of(model, states, 40), model(torch.tensor([TOKENS])).logits[0].detach())
 
 
 def test_layers_between_hidden_states_and_the_output_layer_decode_and_yield_no_labels():

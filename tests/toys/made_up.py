@@ -27,7 +27,7 @@ SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 """What srun sets for a job of one task."""
 
 
-def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int, mixes: int = 1) -> None:
+def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int) -> None:
     """Labels and states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and noise."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (num_rows,), generator=generator)
@@ -44,15 +44,13 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
         "log_token_prob": log_token_prob,
         "entropy": torch.rand(count, generator=generator) * 3,
         "token": torch.randint(0, 50, (count,), generator=generator).int(),
-        "is_drafted": torch.rand(count * mixes, generator=generator) > 0.15,
+        "is_drafted": torch.rand(count, generator=generator) > 0.15,
         "row_offsets": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long(),
     }
     write_shard(shard_path(directory, "labels", split, index), save(tensors), rows=num_rows, tokens=count)
-    mixed = torch.cat([part.repeat(mixes, 1) for part in hidden.split(lengths.tolist())]) if num_rows else hidden
-    mixed = mixed + 0.1 * torch.randn(mixed.shape, generator=generator)
-    for timing, states, num in (("fed", mixed, num_rows * mixes), ("drawn", hidden, num_rows)):
+    for timing, states in (("fed", hidden + 0.1 * torch.randn(hidden.shape, generator=generator)), ("drawn", hidden)):
         path = shard_path(directory, f"features/{timing}", split, index)
-        write_shard(path, save({"hidden": states.bfloat16()}), rows=num, tokens=len(states))
+        write_shard(path, save({"hidden": states.bfloat16()}), rows=num_rows, tokens=count)
 
 
 def write_manifest(directory: Path) -> None:

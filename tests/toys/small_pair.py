@@ -55,10 +55,9 @@ def recorder(sampling: Sampling, length: int = LENGTH) -> Recorder:
     return Recorder(model(2), model(1, 2), sampling, VOCAB, frozenset({EOS}), length)
 
 
-def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, length: int = LENGTH, draft_sampling=None) -> Trace:
+def trace(sampling: Sampling, *, copies: int = 1, seed: int = 0, draft_sampling=None) -> Trace:
     """Responses of the target to every prompt, `copies` times each, as a trace."""
-    recording = replace(recorder(sampling, length), draft_sampling=draft_sampling)
-    return traced_by(recording, PROMPTS * copies, LIMIT, seed)
+    return traced_by(replace(recorder(sampling), draft_sampling=draft_sampling), PROMPTS * copies, LIMIT, seed)
 
 
 def traced_by(recorder: Recorder, prompts: list[list[int]], limit: int, seed: int = 0) -> Trace:
