@@ -160,16 +160,14 @@ class ChainLabeller:
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
-        begins, tokens, owners = (values.to(device) for values in (begins, tokens, owners))
-        lengths = owners.bincount()
-        firsts = lengths.cumsum(0) - lengths
-        indices = torch.arange(len(tokens), device=device) - firsts[owners]
+        tokens, owners = tokens.to(device), owners.to(device)
+        is_first = owners.diff(prepend=owners[:1] - 1) > 0
+        is_fed = ~is_first.roll(-1)
         first = chains.target_text.begin(begins).to(device)
-        hidden = first.new_empty(len(tokens), first.shape[-1]).index_copy_(0, firsts, first)
-        is_fed = indices < lengths[owners] - 1
+        hidden = first.new_empty(len(tokens), first.shape[-1])
+        hidden[is_first] = first
         if is_fed.any():
-            fed = chains.target_text.feed(tokens[is_fed], owners[is_fed])
-            hidden[is_fed.nonzero().squeeze(-1) + 1] = fed.to(device)
+            hidden[~is_first] = chains.target_text.feed(tokens[is_fed], owners[is_fed]).to(device)
         logits = logits_of(self.target, hidden, self.vocab_size)
         refuse_non_finite(logits, "the target", _WHERE)
         return logits
