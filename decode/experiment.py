@@ -225,9 +225,7 @@ class Experiment:
 
     @cached_property
     def default_policy(self) -> tuple[str, str]:
-        """The policy if none is named, and the reason in one line: of the verdict, else the best head, else one without
-        training.
-        """
+        """The policy if none is named (the verdict's, the best head or one without training), and a one-line reason."""
         if (verdict := read_verdict(self.directory, self.head_paths, self.identity)) is not None:
             return verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}"
         if (best := best_head(self.head_paths)) is not None:

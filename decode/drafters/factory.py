@@ -22,9 +22,7 @@ def target_of(
     *,
     vocab_size: int | None,
 ) -> CachedModel:
-    """The model that verifies; it keeps the states that a feature draft reads. ValueError if the draft reads those of
-    another target.
-    """
+    """The model that verifies, with what a feature draft reads of it; ValueError for a draft of another target."""
     if not isinstance(drafting, FeatureDraft):
         return kind(target, vocab_size=vocab_size)
     if not drafting.is_bound_to(target):
@@ -33,9 +31,7 @@ def target_of(
 
 
 class PairModels:
-    """Target, draft and micro of a pair, each made at its first use and shared by all decoders made here, of which only
-    one may generate at a time.
-    """
+    """Models of a pair, each made at its first use and shared by all decoders, of which one may generate at a time."""
 
     def __init__(
         self,

@@ -88,9 +88,7 @@ class InnerRounds:
 
 
 class PreVerifiedDrafter(PolicyDrafter):
-    """Drafts the tokens that the inner drafter proposes and `model` accepts, until the policy of this level stops or a
-    context is full.
-    """
+    """Drafts what the inner drafter proposes and `model` accepts, until its own policy stops or a context is full."""
 
     role, verifies = "draft that pre-verifies", True
     model: CachedModel

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
-from decode.loop.rounds import Counts, Round
+from decode.loop.rounds import Round, counts_of
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampler, next_dist, num_accepted
 
@@ -95,9 +95,6 @@ class PearlDecoder(SpeculativeDecoder):
         self.target.roll_back(len(committed) - 1)
         if not self.drafter.proposal.tokens:
             self.drafter.roll_back(len(committed) - 1)
-        num_new = len(new.tokens)
-        counts = Counts(
-            num_emitted=len(emitted), num_drafted=num_new, num_target=1, num_accepted=count, num_draft_forwards=num_new
-        )
+        counts = counts_of(new, count, len(emitted))
         times_s = drafted_s - started_s, perf_counter() - drafted_s
         return Round(tuple(tested.tokens), count, tuple(emitted), "limit", counts, *times_s)

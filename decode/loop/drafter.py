@@ -1,5 +1,4 @@
-"""Drafters (law 4.12): they propose tokens *and the distribution each was drawn from*, which is all that verification
-needs.
+"""Drafters (law 4.12): they propose tokens *and the distribution each was drawn from*, all that verification needs.
 
 `ModelDrafter` is the plain one: one model, one policy. Hierarchies are drafters made of drafters.
 """
@@ -111,9 +110,7 @@ class PolicyDrafter:
         return self.run.begin(max_tokens, self.model.max_length - len(committed) + 1)
 
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        """Add a token, drawn from q with these signals, unless the policy stops before it; returns whether the draft
-        continues.
-        """
+        """Add a token drawn from q, unless the policy stops before it; returns whether the draft continues."""
         if self.run.take(drawn, is_eos=token in self._session.eos_ids):
             self.proposal.tokens.append(token)
             self.proposal.dists.append(q)

@@ -89,9 +89,7 @@ class Round:
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The drafted tokens after the accepted ones; of a tree the likeliest path, since siblings come in that
-        order.
-        """
+        """The drafted tokens after the accepted ones; of a tree the likeliest path (siblings come in that order)."""
         if self.parents is None:
             return self.drafted[self.num_accepted :]
         tree, path = Tree(self.drafted, self.parents), [self.path[-1] if self.path else ROOT]
@@ -161,14 +159,15 @@ def settle_round(
         target.keep(accepted)
     target.roll_back(len(text) - 1)
     drafter.conclude(text, len(accepted))
-    counts = _counts_of(proposal, len(accepted), len(emitted))
+    counts = counts_of(proposal, len(accepted), len(emitted))
     assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, {num_beyond} dropped"
     began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
     times_s, shape = (drafted_s - began_s, ended_s - drafted_s), () if tree is None else (tuple(tree.parents), accepted)
     return Round(tuple(proposal.tokens), len(accepted), tuple(emitted), proposal.stop_reason, counts, *times_s, *shape)
 
 
-def _counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:
+def counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:
+    """Counts of a round that verifies this draft."""
     return Counts(
         num_emitted=num_emitted,
         num_drafted=len(proposal.tokens),

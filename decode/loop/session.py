@@ -59,9 +59,7 @@ class Session:
         model.session = self
 
     def check(self, model: DraftModel, role: str) -> None:
-        """Raise ValueError for a model that an open generation has, that is in train mode, or that lacks an embedding
-        for a token id of the prompt.
-        """
+        """Raise ValueError for a model in use or in train mode, or without an embedding for an id of the prompt."""
         if model.session is not None and model.session.is_open:
             raise ValueError(
                 f"the {role} is already in use, by another part of this generation or by another open stream; make a "

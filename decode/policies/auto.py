@@ -170,8 +170,7 @@ class Auto(ScoringPolicy):
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
-    """Largest throughput (times t_target(0)) and profit of any fixed length k >= 1, if every token is accepted with
-    probability m.
+    """Largest throughput (times t_target(0)) and profit of any fixed length k >= 1, if tokens are accepted with m:
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 

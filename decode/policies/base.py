@@ -181,9 +181,7 @@ class PolicyRun:
         """Whether the policy wants another token in this round."""
 
     def begin(self, num_allowed: int, room: float = inf) -> int:
-        """Begin a round; returns its maximum draft length, at most `num_allowed` by the loop and `room` in the draft's
-        context.
-        """
+        """Begin a round; returns its maximum draft length, at most `num_allowed` and the `room` in the context."""
         self.state = self._first_state = self.policy.begin(self.state)
         self._num_allowed = num_allowed
         self.num_tokens = int(min(self.policy.limit(self.state), num_allowed, room))

@@ -6,8 +6,7 @@ head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported
                                             a threshold the one that `evaluation tune` wrote into its config.json
 auto:PATH                                   the rule that needs no threshold (law 4.11), as
                                             head:PATH,max_rejection_prob=auto
-my_module:Unsure:floor=0.2                  a custom policy: the class of a module that can be imported, also from the
-                                            current directory
+my_module:Unsure:floor=0.2                  a custom policy: the class of a module, perhaps in the current directory
 
 Of the values, 0.4 is a float, 5 an int, true a bool and anything else a string. Names and paths of heads are always
 strings.
@@ -111,9 +110,7 @@ _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
 
 
 def registered(name: str) -> Registered:
-    """The entry of a policy or rule; module:Class is imported and becomes an entry of POLICIES. ValueError if there is
-    none.
-    """
+    """The entry of a policy or rule; module:Class is imported and added to POLICIES. ValueError if there is none."""
     if name in RULES:
         return RULES[name]
     if name not in POLICIES:

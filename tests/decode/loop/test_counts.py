@@ -66,8 +66,8 @@ def test_a_round_that_is_cut_discards_what_was_cut():
 
 def test_the_loop_itself_notices_a_miscount(monkeypatch):
     """Every generation asserts law 4.4, with N_discarded as the target's cache has it."""
-    count = decode.loop.rounds._counts_of
-    monkeypatch.setattr(decode.loop.rounds, "_counts_of", lambda *given: count(*given) + Counts(num_drafted=1))
+    count = decode.loop.rounds.counts_of
+    monkeypatch.setattr(decode.loop.rounds, "counts_of", lambda *given: count(*given) + Counts(num_drafted=1))
     with pytest.raises(AssertionError, match="3 discarded, 2 dropped"):
         decoder_of(FixedLength(2)).generate(PROMPT, 8)
 

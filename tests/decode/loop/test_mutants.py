@@ -21,7 +21,7 @@ from lm.verification import revealed_probs
 from tests.toys.enumeration import ToyModel
 
 _propose, _round = ModelDrafter.propose, SpeculativeDecoder._round
-_counts_of, _feed, _ratio = decode.loop.rounds._counts_of, ToyModel.feed, lm.verification._ratio
+_counts_of, _feed, _ratio = decode.loop.rounds.counts_of, ToyModel.feed, lm.verification._ratio
 
 
 def _last_row_residual(count, q, p, draws):
@@ -161,7 +161,7 @@ ENDS = laws.test_a_round_emits_one_token_more_than_it_accepts_and_nothing_is_dra
 COUNTS = counts.test_counts_are_what_drafter_target_and_cache_saw, ()
 FEEDS = laws.test_every_forward_feeds_the_tokens_that_the_cache_lacks_and_no_others, ()
 SAMPLED = laws.assert_sampled_law, (laws.Sampling(),)
-OF_COUNTS = decode.loop.rounds, "_counts_of"
+OF_COUNTS = decode.loop.rounds, "counts_of"
 DRAWS = decode.loop.decoder, "RandomSampler"
 MUTANTS = {
     # what is broken: what replaces it, and the test that notices
