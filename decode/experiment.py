@@ -153,8 +153,7 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`; where it has fewer prompts
-        than requested, all of them are taken.
+        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`, and may have fewer prompts.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])

@@ -39,9 +39,7 @@ class Shape:
     """How a tree branches; ValueError for a size below 1."""
 
     bands: tuple[tuple[float, int], ...]
-    """(upper bound of the draft's largest probability after a node, number of candidates there), in rising order; the
-    last is for all larger ones.
-    """
+    """(upper bound of the largest probability, number of candidates), in rising order; the last is for all larger."""
     num_expanded: int = 1
     """Number of nodes of a level, the best, that get children."""
     num_nodes: int | None = None

@@ -83,7 +83,7 @@ class SpeculativeDecoder:
         per prompt. A prompt replaces a sequence that has ended.
 
         `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
-        turn, whatever the batch size. ValueError as `generate`, and for a drafter of several models or a model whose
+        turn, whatever the batch size. ValueError as `generate`, for a drafter of several models, and for a model whose
         cache cannot roll back single sequences.
         """
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
@@ -116,8 +116,7 @@ class SpeculativeDecoder:
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
     ) -> Iterator[Round]:
         """Rounds, each as soon as it is verified. Only one stream may be open at a time. ValueError at the first round:
-        no integers, an empty prompt, a text that exceeds the target's context, or a model that `decode.loop.session`
-        refuses.
+        no integers, an empty prompt, a text beyond the target's context, or models that `decode.loop.session` refuses.
         """
         committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
         self._check(len(committed), limit)

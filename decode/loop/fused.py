@@ -30,9 +30,8 @@ class FusedStep(SignalReader):
         self._graphs: dict[object, GuardFreeGraph] = {}
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._uniform = torch.zeros(1, dtype=torch.float64, device=model.device)
-            self._forced = torch.zeros(1, dtype=torch.long, device=model.device)
-            self._count = torch.zeros(1, dtype=torch.long, device=model.device)
-            self._fed = torch.zeros(1, dtype=torch.long, device=model.device)
+            integers = (torch.zeros(1, dtype=torch.long, device=model.device) for _ in range(3))
+            self._forced, self._count, self._fed = integers
             scalars = self.heads[FED].inputs.scalars if FED in self.heads else ()
             self._previous = {name: torch.zeros(1, device=model.device) for name in scalars}
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None

@@ -6,8 +6,7 @@
 With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so
 far, those sequences continue that together gain most from one more step:
 
-    the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)),  if it
-    is not negative
+    the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)) >= 0
 
 A stopped sequence stays stopped until the next round. So the tokens of one sequence decide whether another continues to
 draft, never whether a drawn token is verified: law 4.3 holds.

@@ -24,8 +24,7 @@ class LlamaCpp(Policy):
     draft's sampler is top-k 10 alone: at temperature 1, not cumulative along the draft. Its minimum length, n-min,
     exists only in replay (`evaluation.flags.engines.ShortDrafts`).
 
-    Departure: llama.cpp drafts beyond an end-of-text token, whose followers verification never reaches; here that token
-    ends the draft.
+    Departure: an end-of-text token ends the draft; llama.cpp drafts beyond it, which verification never reaches.
     """
 
     n_max: Number = 3

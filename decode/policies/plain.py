@@ -141,8 +141,7 @@ class SelfVerify(Policy):
 
 @dataclass(frozen=True)
 class AdaEDL(Policy):
-    """AdaEDL (arXiv 2410.18351): stop before drawing when 1 - sqrt(scale * H(q)) < lambda, with a lambda that follows
-    acceptance.
+    """AdaEDL (arXiv 2410.18351): stop before drawing when 1 - sqrt(scale * H(q)) < lambda, which follows acceptance.
 
     After each round: rate <- .5 rate + .5 accepted / drafted; aim = lambda + step if rate < target_rate, lambda if all
     were accepted at the cap, else lambda - step; lambda <- .9 lambda + .1 aim. The first token of a round is always
