@@ -105,6 +105,8 @@ WRONG_KEYS = [
     ("dspark_rnn", {"markov_rank": "x"}, "markov_rank is 'x'"),
     ("dspark_rnn", {"markov_rank": -1}, "markov_rank is -1"),
     ("dspark_rnn", {"markov_rank": 3}, r"is \[.*expected"),
+    ("dspark_rnn", {"markov_rank": None}, "also has 4 tensors"),
+    ("speculators_dspark", {"markov_head_type": ...}, "also has 2 tensors"),
     ("dspark_rnn", {"markov_head_type": "gated"}, "lacks 2 tensors"),
     ("dspark_rnn", {"markov_head_type": "lstm"}, "lstm.*vanilla, gated, rnn"),
     ("dspark_rnn", {"enable_confidence_head": False}, "also has 2"),
