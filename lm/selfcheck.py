@@ -38,8 +38,8 @@ from lm.forwards import device_of
 from lm.masks import Tree
 
 Limits = tuple[float, float]  # the largest error of a row, and of the median row of a feed
-_EXACT, _TF32, _STATES = (2e-4, math.inf), (2e-2, math.inf), (0.5, math.inf)
-_HALF = {"chain": (math.inf, 0.2), "states": _STATES, "few rows": (0.5, 0.2)}
+_EXACT, _TF32 = (2e-4, math.inf), (2e-2, math.inf)
+_CHAINS, _STATES, _FEW_ROWS = (math.inf, 0.2), (0.5, math.inf), (0.5, 0.2)  # in half precision
 _NUM_MEDIAN_ROWS = 5  # rows of the shortest feed that has its own median; all shorter feeds share one
 _CHAIN_LENGTH = 150  # tokens of the text, if the context has room for them
 _CHAIN = (
@@ -80,7 +80,7 @@ def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> Non
     """Raise ValueError unless the feeds of a plan give what plain forwards give; a model passes each `way` once."""
     passed, seeds = _PASSED.setdefault(model, {}), (0, 1) if model.dtype != torch.float64 else (0,)
     if way not in passed:
-        if (error := _error(plan, way, refusal, _limits(model, "few rows"), seeds=seeds)) is not None:
+        if (error := _error(plan, way, refusal, _limits(model, _FEW_ROWS), seeds=seeds)) is not None:
             raise refusal(f"{way} change its outputs by {error:.2g} of their spread")
         passed[way] = False
 
@@ -125,8 +125,8 @@ def _check_full_attention(cached: Cached, way: str, plan: Plan, refusal: Refusal
 
 def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
     """True if tokens must be fed one at a time; raises ValueError if the logits are wrong even then."""
-    limits = _limits(cached.model, "states" if _has_states(cached) else "chain")
-    has_second_text = cached.model.dtype == torch.float32 or limits == _HALF["chain"]
+    limits = _limits(cached.model, _STATES if _has_states(cached) else _CHAINS)
+    has_second_text = cached.model.dtype == torch.float32 or limits == _CHAINS
     chain, way = partial(_chain_feeds, cached), "this cache"
     error = _error(chain, way, refusal, limits, seeds=(0, 1) if has_second_text else (0,))
     if not any(map(is_written, cached.cache.layers)):
@@ -275,9 +275,9 @@ def _error(plan: Plan, way: str, refusal: Refusal, limits: Limits, *, seeds: Seq
     return min(largest)
 
 
-def _limits(model: PreTrainedModel, plan: str) -> Limits:
+def _limits(model: PreTrainedModel, in_half: Limits) -> Limits:
     if model.dtype not in (torch.float32, torch.float64):
-        return _HALF[plan]
+        return in_half
     is_rounded = model.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return _TF32 if is_rounded and device_of(model).type == "cuda" else _EXACT
 
