@@ -59,19 +59,15 @@ class Drafter(Protocol):
 
     def start(self, session: Session) -> None:
         """Start a generation, which `take`s the models: empty caches, new policy state."""
-        ...
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         """Draft at most `max_tokens` tokens after `committed`; none is drafted after EOS."""
-        ...
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         """End a round, whose tokens `committed` now ends with: roll caches back (law 4.5) and update the policies."""
-        ...
 
     def roll_back(self, length: int) -> None:
         """Drop cached tokens beyond the first `length`, which an outer level rejected; policies are not informed."""
-        ...
 
 
 class PolicyDrafter:

@@ -6,7 +6,7 @@ cache that is off by one position changes the law.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from lm import CachedModel, Sampler, Sampling
 
 Output = TypeVar("Output", bound=Hashable)
+Law = dict[tuple[int, ...], float]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -72,6 +73,21 @@ def law_of(play: Callable[[Sampler], Output]) -> dict[Output, float]:
         law[play(branches)] += branches.probability
         script = branches.next_script()
     return dict(law)
+
+
+@torch.no_grad()
+def law_by(probs: Callable[[tuple[int, ...]], Tensor], length: int, eos_ids: Collection[int] = ()) -> Law:
+    """The law of one model alone: products of its probabilities after the generated tokens, over every sequence."""
+    law: Law = {}
+    open_ = {(): 1.0}
+    for _ in range(length):
+        grown = {}
+        for tokens, probability in open_.items():
+            for token, prob in enumerate(probs(tokens).tolist()):
+                if prob > 0:
+                    (law if token in eos_ids else grown)[(*tokens, token)] = probability * prob
+        open_ = grown
+    return law | open_
 
 
 @cache
@@ -132,21 +148,11 @@ class ToyModel(CachedModel):
     def feed_drawn(self, token: Tensor) -> Tensor:
         return self.feed([int(token)])
 
-    def law(
-        self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: frozenset[int]
-    ) -> dict[tuple[int, ...], float]:
-        """The law of what this model alone generates: products of its probabilities over every sequence."""
-        law: dict[tuple[int, ...], float] = {}
-        open_ = {(): 1.0}
-        for _ in range(length):
-            grown = {}
-            for tokens, probability in open_.items():
-                logits = _logits(self.seed, (*prompt, *tokens), self.width, self.sharpness)[: self.vocab_size]
-                for token, prob in enumerate(sampling.probs(logits).tolist()):
-                    if prob > 0:
-                        (law if token in eos_ids else grown)[(*tokens, token)] = probability * prob
-            open_ = grown
-        return law | open_
+    def law(self, prompt: Sequence[int], length: int, *, sampling: Sampling, eos_ids: Collection[int]) -> Law:
+        """The law of what this model alone generates."""
+        how = self.width, self.sharpness
+        cut = slice(self.vocab_size)
+        return law_by(lambda new: sampling.probs(_logits(self.seed, (*prompt, *new), *how)[cut]), length, eos_ids)
 
 
 def assert_same_law(law: dict[Output, float], expected: dict[Output, float], tolerance: float = 1e-12) -> None:

@@ -22,7 +22,7 @@ from heads import AcceptanceHead
 from lm import Sampler, Sampling
 from lm.batch import BatchModel
 from lm.masks import Tree
-from tests.toys.enumeration import ToyModel, assert_same_law, law_of
+from tests.toys.enumeration import Law, ToyModel, assert_same_law, law_of
 from tests.toys.observed import observed
 
 PROMPT = [0, 1]
@@ -160,9 +160,6 @@ def decoder_of(
     """The real loop on two toys that disagree."""
     how = {"sampling": sampling, "eos_ids": frozenset(eos_ids), "max_draft_length": length}
     return SpeculativeDecoder(ToyModel(1), ModelDrafter(ToyModel(2), policy), **how)
-
-
-Law = dict[tuple[int, ...], float]
 
 
 def law(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Sequence[int] = PROMPT) -> Law:

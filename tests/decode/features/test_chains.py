@@ -9,8 +9,8 @@ from decode.policies import CumulativeTokenProb, DSparkConfidence, Entropy, Fixe
 from decode.policies.auto import Auto
 from lm import CachedModel, Sampling
 from tests.cases import first_fast
-from tests.toys.enumeration import assert_same_law, law_of, seeded
-from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS, Law
+from tests.toys.enumeration import Law, assert_same_law, law_by, law_of, seeded
+from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS
 from tests.toys.observed import observed
 from tests.toys.random_drafts import (
     BLOCK,
@@ -62,17 +62,12 @@ def test_greedy_output_equals_transformers_generate(kind, family):
 
 
 def target_law(sampling: Sampling, num_tokens: int, family: str = "llama") -> Law:
-    """Products of the target's probabilities, no cache involved."""
-    open_ = {(): 1.0}
-    for _ in range(num_tokens):
-        grown = {}
-        for tokens, probability in open_.items():
-            with torch.no_grad():
-                logits = target(family)(torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -1]
-            probs = sampling.probs(logits).tolist()
-            grown |= {(*tokens, token): probability * prob for token, prob in enumerate(probs) if prob > 0}
-        open_ = grown
-    return open_
+    """No cache involved."""
+
+    def probs(tokens: tuple[int, ...]) -> torch.Tensor:
+        return sampling.probs(target(family)(torch.tensor([[*PROMPT, *tokens]]), use_cache=False).logits[0, -1])
+
+    return law_by(probs, num_tokens)
 
 
 def heads_of(width: int) -> dict[str, Policy]:
