@@ -12,19 +12,7 @@ from tests.cases import first_fast
 from tests.toys.enumeration import Law, assert_same_law, law_by, law_of, seeded
 from tests.toys.loop import OF_BLOCKS, POLICIES, SAMPLINGS
 from tests.toys.observed import observed
-from tests.toys.random_drafts import (
-    BLOCK,
-    BLOCKS,
-    KINDS,
-    PAIRS,
-    TARGETS,
-    VOCAB,
-    WIDTH,
-    beside,
-    draft,
-    feature_head,
-    target,
-)
+from tests.toys.random_drafts import BLOCK, BLOCKS, KINDS, PAIRS, TARGETS, WIDTH, beside, draft, feature_head, target
 from tests.toys.random_pairs import greedy_of
 
 PROMPT, GREEDY = [1, 2, 3], Sampling(temperature=0)
@@ -138,7 +126,7 @@ def test_a_batch_of_feature_drafts_is_refused_and_a_reduced_vocabulary_is_all_th
     with pytest.raises(ValueError, match="one prompt at a time"):
         decoder.generate_batch([PROMPT], 4)
     drafted = {token for seed in range(5) for one in decoder.generate(PROMPT, 20).rounds for token in one.drafted}
-    assert drafted == {0, 2, 3, 6} < set(range(VOCAB))
+    assert drafted == {0, 2, 3, 6}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "rnn"])
