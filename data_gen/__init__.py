@@ -10,11 +10,11 @@ and resuming.
 
 from typing import TYPE_CHECKING
 
-from store.lazy import lazily
+from store.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from data_gen.from_prompts import make_data
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__ = lazy_exports(__name__, __file__)
 
 __all__ = ["make_data"]

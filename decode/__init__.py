@@ -9,7 +9,7 @@ A policy of your own is a subclass of `Policy` (docs/extending.md); `decode.poli
 
 from typing import TYPE_CHECKING
 
-from store.lazy import lazily
+from store.lazy import lazy_exports
 
 if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
@@ -24,6 +24,6 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.policies.base import Policy
     from decode.policies.head import HeadPolicy
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__ = lazy_exports(__name__, __file__)
 
 __all__ = ["HeadPolicy", "Policy", "SpeculativeOutput", "complete", "speculative_generate"]

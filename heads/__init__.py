@@ -10,12 +10,12 @@ head.provenance                                     a Provenance: the models, da
 
 from typing import TYPE_CHECKING
 
-from store.lazy import lazily
+from store.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from heads.from_config import train_heads
     from heads.model.head import AcceptanceHead, Provenance
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__ = lazy_exports(__name__, __file__)
 
 __all__ = ["AcceptanceHead", "Provenance", "train_heads"]

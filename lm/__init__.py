@@ -10,7 +10,7 @@ Symbols, used in every docstring of the project (design: Leviathan's orientation
 
 from typing import TYPE_CHECKING
 
-from store.lazy import lazily
+from store.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from lm.compiled import Compile
@@ -24,4 +24,4 @@ if TYPE_CHECKING:
     from lm.signals import cross_entropy, entropy
     from lm.verification import acceptance_prob, acceptance_rate, next_dist, num_accepted, residual_probs, verify
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__ = lazy_exports(__name__, __file__)

@@ -1,5 +1,5 @@
-"""Lazy imports of a package's names (PEP 562), listed once, under `if TYPE_CHECKING`, where a type checker reads them;
-`else` has `__getattr__ = lazily(__name__, __file__)`.
+"""Lazy imports of a package's names (PEP 562). A package lists them once, under `if TYPE_CHECKING`, where a type
+checker reads them; its `else` branch is `__getattr__ = lazy_exports(__name__, __file__)`.
 """
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def lazily(package: str, file: str) -> Callable[[str], Any]:
+def lazy_exports(package: str, file: str) -> Callable[[str], Any]:
     """A package's `__getattr__` for the names that its first `if` statement imports; `file` is its `__file__`."""
     block = next(node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -184,12 +184,12 @@ def clean_partial(directory: str | Path, *folders: str, names: Container[str] | 
 
 
 def check_sums(paths: Sequence[Path], **settings: Any) -> None:
-    """Raise ValueError for the first of `problems_of` these shards, whose settings it takes."""
-    for _, problem in problems_of(paths, **settings):
+    """Raise ValueError for the first of these shards that is broken, with the settings of `broken_shards`."""
+    for _, problem in broken_shards(paths, **settings):
         raise ValueError(problem)
 
 
-def problems_of(
+def broken_shards(
     paths: Sequence[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
 ) -> Iterator[tuple[Path, str]]:
     """Each shard that `verify_shard` or `check` refuses by a ValueError, in order, with the message."""
@@ -220,7 +220,7 @@ def problems_of(
 
 def forget_broken(paths: Iterable[Path]) -> None:
     """Delete the sidecars of corrupted shards, so that they are made again; the caller holds the directory's lock."""
-    for path, _ in problems_of([path for path in paths if is_whole(path)]):
+    for path, _ in broken_shards([path for path in paths if is_whole(path)]):
         print(f"warning: {path} is corrupted (its sha256 differs from its sidecar's); making it again", file=sys.stderr)
         sidecar_path(path).unlink()
 

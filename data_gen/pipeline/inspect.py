@@ -17,7 +17,7 @@ from data_gen.prompts.prompt import json_lines
 from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from store.progress import Bar
-from store.shards import atomic_file, check_sums, is_whole, problems_of, shards_in
+from store.shards import atomic_file, broken_shards, check_sums, is_whole, shards_in
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
@@ -26,7 +26,7 @@ def check(config: Config) -> None:
     """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
     directory = Path(config.data.dir)
     missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
-    problems = dict(problems_of(paths))
+    problems = dict(broken_shards(paths))
     problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]

@@ -116,7 +116,7 @@ class Auto(ScoringPolicy):
                 "max_rejection_prob: auto needs times, and the head's config.json has none; run `acceptance-heads tune`"
             )
         rule = cls(head, **{f.name: known[f.name] for f in fields(cls) if f.name in known})
-        return replace(rule, is_learning=not rule.is_lagging if is_learning is None else is_learning)
+        return replace(rule, is_learning=not rule.scores_late if is_learning is None else is_learning)
 
     def start(self) -> AutoState:
         rate, profit = self._prior()
@@ -124,7 +124,7 @@ class Auto(ScoringPolicy):
         return AutoState(1.0, 1.0, 0.0, *totals, self.initial_calibration)
 
     def begin(self, state: AutoState) -> AutoState:  # type: ignore[override]
-        share = self.first_index / (self.index_offset + self.index_slope) if self.is_lagging else 1.0
+        share = self.first_index / (self.index_offset + self.index_slope) if self.scores_late else 1.0
         return AutoState(1.0, share, self._rate(state) * (self.t_draft_s + self.t_verify_s), *state[3:])
 
     def limit(self, state: AutoState) -> Number:  # type: ignore[override]
@@ -170,7 +170,7 @@ class Auto(ScoringPolicy):
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
-    """Largest throughput (times t_target(0)) and profit of any fixed length k >= 1, if tokens are accepted with m:
+    """Largest throughput (times t_target(0)) and profit of any fixed length k >= 1:
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 

@@ -115,7 +115,7 @@ class BatchAuto(ScoringPolicy):
         newest = self.score(learned, drawn)
         survival = survival * newest
         index = self.index_offset + self.index_slope * newest
-        if self.is_lagging:  # nothing is scored yet at the first token
+        if self.scores_late:  # nothing is scored yet at the first token
             index = np.where(drawn.position == 0, self.first_index, index)
         return (survival, survival * index, learned), False
 

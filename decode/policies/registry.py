@@ -8,7 +8,7 @@ auto:PATH                                   the rule that needs no threshold (la
                                             head:PATH,max_rejection_prob=auto
 my_module:Unsure:floor=0.2                  a custom policy: the class of a module, perhaps in the current directory
 
-Of the values, 0.4 is a float, 5 an int, true a bool, and any name or path of a head or anything else a string.
+Of the values, 0.4 is a float, 5 an int and true a bool; names, paths of heads and everything else are strings.
 
 A new built-in policy needs its class, its name in `__all__` (`decode.policies` exports the same names) and its line in
 POLICIES; an engine's rule needs its class in `decode.policies.engines` and its line in RULES.

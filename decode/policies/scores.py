@@ -31,7 +31,7 @@ class ScoringPolicy(Policy):
     def __post_init__(self) -> None:
         """Raises ValueError for a head that cannot learn."""
         super().__post_init__()
-        if self.is_learning and self.is_lagging:
+        if self.is_learning and self.scores_late:
             raise ValueError("is_learning is for heads of other timings, not a fed-time one; leave it out")
 
     @property
@@ -52,7 +52,7 @@ class ScoringPolicy(Policy):
         return self.head.shape_name
 
     @property
-    def is_lagging(self) -> bool:
+    def scores_late(self) -> bool:
         """Whether the token just drawn has no score yet; only scores that it has can be refitted."""
         return self.head.timing == "fed"
 

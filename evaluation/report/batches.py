@@ -117,7 +117,7 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchA
     for name, rivals in heads.items():
         every = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in rivals]
         rules[name] = max(every, key=lambda rule: rule.throughput or 0.0)
-        if not rules[name].is_lagging and name != PERFECT:
+        if not rules[name].scores_late and name != PERFECT:
             rules[f"{name}_learning"] = replace(rules[name], throughput=None, is_learning=True)
     return rules
 

@@ -31,7 +31,7 @@ from lm.draws import GENERATOR, seed_of, uniforms
 from lm.rope import refuse_crossing
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import clean_partial, forget_broken, problems_of, read_sidecar, write_atomic
+from store.shards import broken_shards, clean_partial, forget_broken, read_sidecar, write_atomic
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
@@ -65,7 +65,7 @@ class TraceFolder:
             return
         keys = [key for key in self.shards if key.split in splits]
         present = [path for key in keys for path in key.whole(self.directory)]
-        if len(present) == 2 * len(keys) and not any(True for _ in problems_of(present, command="trace")):
+        if len(present) == 2 * len(keys) and not any(True for _ in broken_shards(present, command="trace")):
             return self.refuse_other()
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)

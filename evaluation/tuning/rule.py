@@ -75,7 +75,7 @@ def index_of(trace: Trace, head: Any) -> Index:
     if len(pairs.score) < 2:
         mean = float(pairs.is_accepted.mean()) if len(pairs.score) else 0.5
         return Index(mean, mean, 0.0, mean)
-    centers, values, first, weights = solve(pairs, is_lagging=head.timing == "fed")
+    centers, values, first, weights = solve(pairs, scores_late=head.timing == "fed")
     # Least squares, weighted: covariance over variance, with a floor for scores that are all alike.
     (variance, covariance), _ = np.cov(centers, values, aweights=weights, ddof=0)
     slope = float(covariance / max(variance, 1e-9))
@@ -118,10 +118,10 @@ def token_scores(trace: Trace, head: Any) -> Float[Array, " drafts"]:
     return score
 
 
-def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array]:
+def solve(pairs: Pairs, *, scores_late: bool) -> tuple[Array, Array, float, Array]:
     """(mean score of each bin that holds pairs, g there, g with no score yet, share of all pairs in each).
 
-    `is_lagging`: scores are of a fed-time head, which has not scored the newest token.
+    `scores_late`: scores are of a fed-time head, which has not scored the newest token.
     """
     edges = np.unique(np.quantile(np.concatenate([pairs.score, pairs.next_score]), np.linspace(0, 1, _BINS + 1)[1:-1]))
     bins, next_bins = (np.searchsorted(edges, values) for values in (pairs.score, pairs.next_score))
@@ -136,7 +136,7 @@ def solve(pairs: Pairs, *, is_lagging: bool) -> tuple[Array, Array, float, Array
     size = np.bincount(next_bins, minlength=num)
     mean = (scores + pairs.next_score.mean()) / (size + 1)
     acceptance = np.maximum((accepted + _PRIOR_PAIRS * mean) / (size + _PRIOR_PAIRS), _LEAST)
-    reward = moves[:num] @ acceptance if is_lagging else np.ones(num)
+    reward = moves[:num] @ acceptance if scores_late else np.ones(num)
     values = roots(moves, acceptance, reward)
     occupied = (count := np.bincount(bins, minlength=num)) > 0
     centers = np.bincount(bins, pairs.score, minlength=num)[occupied] / count[occupied]

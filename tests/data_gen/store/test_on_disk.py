@@ -29,7 +29,7 @@ from data_gen.store.manifest import describe_model, same_model
 from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
 from store import shards
 from store.lock import LOCK, only_writer
-from store.shards import check_sums, clean_partial, problems_of, shard_path, sidecar_path, write_shard
+from store.shards import broken_shards, check_sums, clean_partial, shard_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip, with_data
 from tests.data_gen.processes import at_once, meanwhile
 
@@ -115,7 +115,7 @@ def test_only_the_partial_files_of_writers_are_removed(tmp_path):
 COUNT = 4000
 
 
-def broken_shards(config: Config) -> list[Path]:
+def break_shards(config: Config) -> list[Path]:
     """Shards of rows and of features, of which a byte flips."""
     paths = [shard_path(config.data.dir, "rows", "train", 1), shard_path(config.data.dir, "features/drawn", "test", 0)]
     for path in paths:
@@ -127,7 +127,7 @@ def broken_shards(config: Config) -> list[Path]:
 def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_config, capsys, mode):
     config = with_data(toy_config, mode=mode)
     make(config)
-    whole, broken = files_of(config.data.dir), broken_shards(config)
+    whole, broken = files_of(config.data.dir), break_shards(config)
     capsys.readouterr()
     make(config)
     said = capsys.readouterr()
@@ -141,7 +141,7 @@ def test_check_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_
     said = capsys.readouterr()
     assert "5 shards intact" in said.out
     assert said.out.endswith(" are intact.\n")
-    broken = broken_shards(made)
+    broken = break_shards(made)
     shard_path(made.data.dir, "features/fed", "train", 0).unlink()
     sidecar_path(shard_path(made.data.dir, "features/fed", "train", 1)).write_text("{")
     lost = shard_path(made.data.dir, "rows", "test", 1)
@@ -199,7 +199,7 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
         verify(path, command=command)
 
     monkeypatch.setattr(shards, "verify_shard", failing)
-    problems = dict(problems_of(paths))
+    problems = dict(broken_shards(paths))
     assert list(problems) == paths[1:]
     assert problems[paths[1]].startswith(f"{paths[1]} cannot be read (Input/output error); repair the disk")
 

@@ -32,7 +32,7 @@ def chain_pairs(num: int = 400_000) -> Pairs:
     return Pairs(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def worth_of_going_on(price, newest, survival=1.0, depth=14, *, is_lagging=False) -> float:
+def worth_of_going_on(price, newest, survival=1.0, depth=14, *, scores_late=False) -> float:
     """By the tree of all continuations: the expected tokens of one more draft step and of the best that may follow,
     less their price.
     """
@@ -40,30 +40,30 @@ def worth_of_going_on(price, newest, survival=1.0, depth=14, *, is_lagging=False
     for there in (GOOD, BAD):
         move = STAYS[newest] if there == newest else 1 - STAYS[newest]
         later = STAYS[there] * there + (1 - STAYS[there]) * (BAD if there == GOOD else GOOD)
-        worth += move * survival * there * (later if is_lagging else 1.0)
+        worth += move * survival * there * (later if scores_late else 1.0)
         if depth > 1 and survival * there > price * 0.9:
-            after = worth_of_going_on(price, there, survival * there, depth - 1, is_lagging=is_lagging)
+            after = worth_of_going_on(price, there, survival * there, depth - 1, scores_late=scores_late)
             worth += move * max(0.0, after)
     return worth
 
 
-@pytest.mark.parametrize("is_lagging", [False, True])
-def test_at_the_index_going_on_is_worth_nothing(is_lagging):
-    centers, values, _, _ = solve(chain_pairs(), is_lagging=is_lagging)
+@pytest.mark.parametrize("scores_late", [False, True])
+def test_at_the_index_going_on_is_worth_nothing(scores_late):
+    centers, values, _, _ = solve(chain_pairs(), scores_late=scores_late)
     for newest, index in zip(centers, values, strict=True):
         newest = GOOD if newest > 0.5 else BAD
-        assert worth_of_going_on(0.98 * index, newest, is_lagging=is_lagging) > 0
-        assert worth_of_going_on(1.02 * index, newest, is_lagging=is_lagging) < 0
+        assert worth_of_going_on(0.98 * index, newest, scores_late=scores_late) > 0
+        assert worth_of_going_on(1.02 * index, newest, scores_late=scores_late) < 0
 
 
 def test_the_index_exceeds_the_one_step_gain_and_is_the_acceptance_where_all_tokens_are_alike():
-    centers, values, _, _ = solve(chain_pairs(), is_lagging=False)
+    centers, values, _, _ = solve(chain_pairs(), scores_late=False)
     one_step = STAYS[BAD] * BAD + (1 - STAYS[BAD]) * GOOD
     assert values[centers.argmin()] > 1.2 * one_step
     assert np.all(values <= 1)
     same = Pairs(np.full(1000, 0.7), np.full(1000, 0.7), np.repeat([1.0, 0.0], [700, 300]))
-    assert solve(same, is_lagging=False)[1] == pytest.approx([0.7], abs=0.005)
-    assert solve(same, is_lagging=True)[1] == pytest.approx([0.49], abs=0.005)
+    assert solve(same, scores_late=False)[1] == pytest.approx([0.7], abs=0.005)
+    assert solve(same, scores_late=True)[1] == pytest.approx([0.49], abs=0.005)
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
