@@ -14,11 +14,13 @@ from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, feature_mod
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
+Kind = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
+
 
 def target_of(
     target: PreTrainedModel,
     drafting: PreTrainedModel | FeatureDraft,
-    kind: Callable[..., CachedModel] = CachedModel,
+    kind: Kind = CachedModel,
     *,
     vocab_size: int | None,
 ) -> CachedModel:
@@ -28,6 +30,15 @@ def target_of(
     if not drafting.is_bound_to(target):
         raise ValueError("draft_model is a draft of another target; load it with this one, or draft.bind(target)")
     return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
+
+
+def draft_of(
+    drafting: PreTrainedModel | FeatureDraft, target: CachedModel, kind: Kind = CachedModel, *, with_hidden: bool
+) -> Any:
+    """The model that drafts for a target of `target_of`; a feature draft always keeps hidden states."""
+    if isinstance(drafting, FeatureDraft):
+        return feature_model(drafting, target, vocab_size=target.num_logits)
+    return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
 
 
 class PairModels:
@@ -40,7 +51,7 @@ class PairModels:
         *,
         holds_trees: bool = False,
         with_hidden: bool = False,
-        kind: Callable[..., CachedModel] | None = None,
+        kind: Kind | None = None,
     ) -> None:
         """Args:
         pair: loaded, or a function that loads it at the first use of a model.
@@ -48,7 +59,7 @@ class PairModels:
         holds_trees: make models that hold trees; they can draft chains too.
         with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
             keeps them only for policies with heads.
-        kind: makes target and draft, called as `CachedModel`, if not that class for `holds_trees` and `compile`.
+        kind: class of target and draft, if not the one for `holds_trees` and `compile`.
         """
         if holds_trees and compile is not False:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
@@ -69,23 +80,18 @@ class PairModels:
             raise ValueError(f"decode.compile is {self._compile}, but a feature draft runs eagerly; set it to false")
         return target_of(self.pair.target, self.pair.drafting, self._kind, vocab_size=self.pair.vocab_size)
 
-    def draft_for(self, policy: Policy) -> DraftModel | TreeDraft:
+    def draft_for(self, policy: Policy) -> Any:
         """The draft, with hidden states if the policy has heads."""
-        drafting, width = self.pair.drafting, self.target.num_logits
-        with_hidden = bool(policy.heads) or self._with_hidden or isinstance(drafting, FeatureDraft)
-        if with_hidden not in self.drafts:
-            if isinstance(drafting, FeatureDraft):
-                self.drafts[with_hidden] = feature_model(drafting, self.target, vocab_size=width)
-            else:
-                self.drafts[with_hidden] = self._kind(drafting, vocab_size=width, with_hidden=with_hidden)
-        return self.drafts[with_hidden]
+        key = bool(policy.heads) or self._with_hidden or isinstance(self.pair.drafting, FeatureDraft)
+        if key not in self.drafts:
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
+        return self.drafts[key]
 
     @cached_property
     def draft(self) -> CachedModel:
         """The draft of a hierarchy, a separate model; ValueError for a feature draft."""
         assert self.pair.draft
-        made: Any = self.draft_for(Policy())
-        return made
+        return self.draft_for(Policy())
 
     @cached_property
     def micro(self) -> CachedModel:
@@ -95,7 +101,7 @@ class PairModels:
 
     def drafter(self, policy: Policy, shape: Shape | None = None, *, read_every: int = 1) -> Drafter:
         """The drafter of a policy, of chains or of trees of this shape."""
-        draft: Any = self.draft_for(policy)
+        draft = self.draft_for(policy)
         return TreeDrafter(draft, policy, shape, read_every=read_every) if shape else ModelDrafter(draft, policy)
 
     def decoder(self, drafter: Drafter, **settings: Any) -> SpeculativeDecoder:

@@ -40,7 +40,7 @@ from transformers.generation import (
 )
 
 from configs.schema import ModelSource
-from decode.drafters.factory import target_of
+from decode.drafters.factory import draft_of, target_of
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
@@ -48,7 +48,7 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import CachedModel, FeatureDraft, Sampler, Sampling, feature_model, load_model
+from lm import FeatureDraft, Sampler, Sampling, load_model
 from lm.forwards import eos_ids_of
 from lm.selfcheck import is_written
 
@@ -146,7 +146,7 @@ def speculative_generate(
     if not allow_foreign_heads:
         _check_heads(policy, draft_model, model, config)
     target = target_of(model, draft_model, vocab_size=vocab_size)
-    drafter = _drafter(draft_model, policy, target)
+    drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     rounds = _rounds(decoder, input_ids, criteria, config, generator)
@@ -164,12 +164,6 @@ def _loaded(draft: Any, target: PreTrainedModel) -> Any:
     dtype: Any = str(target.dtype).removeprefix("torch.")
     model: Any = load_model(ModelSource(path=str(draft), dtype=dtype))
     return model.to(target.device)
-
-
-def _drafter(draft: PreTrainedModel | FeatureDraft, policy: Policy, target: CachedModel) -> ModelDrafter:
-    width, is_plain = target.num_logits, isinstance(draft, PreTrainedModel)
-    model: Any = draft if is_plain else feature_model(draft, target, vocab_size=width)  # type: ignore[arg-type]
-    return ModelDrafter(model, policy, vocab_size=width)
 
 
 def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
