@@ -88,7 +88,9 @@ class SpeculativeDecoder:
         """
         if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
             name = type(getattr(self.drafter, "model", self.drafter)).__name__
-            raise ValueError(f"a {name} drafts for one prompt at a time; use generate, or a separate draft model")
+            raise ValueError(
+                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
+            )
         [num_rows], all_ids = integers_of(batch_size, "batch_size"), [integers_of(ids, _TOKEN) for ids in prompts]
         if num_rows < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
