@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
@@ -96,11 +96,6 @@ def test_a_head_that_was_trained_for_something_else_is_refused_unless_it_is_allo
             target.generate(PROMPT, **given)
 
 
-class _Fails(StoppingCriteria):
-    def __call__(self, input_ids, scores, **_):
-        raise RuntimeError("a criterion's own mistake")
-
-
 def test_nothing_of_a_generation_stays_behind():
     """With a head, and a draft that is more than its halves (it scales its logits), so that states are caught."""
     target, _ = random_pair("llama")
@@ -118,8 +113,8 @@ def test_nothing_of_a_generation_stays_behind():
     before = num_left()
     for _ in range(2):
         target.generate(PROMPT, **settings)
-        with pytest.raises(RuntimeError, match="own mistake"):
-            target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([_Fails()]), **settings)
+        with pytest.raises(ZeroDivisionError):
+            target.generate(PROMPT, stopping_criteria=StoppingCriteriaList([lambda *_, **__: 1 / 0]), **settings)
     assert num_left() == before
 
 
