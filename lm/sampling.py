@@ -10,7 +10,6 @@ the dtype of the logits (float64 on request), and top-p sorts on the CPU only wh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -58,6 +57,12 @@ class Sampling:
     temperature: float | int = 1.0
     top_k: int | None = None
     top_p: float | int | None = None
+    is_greedy: ClassVar[bool]
+    """True when every distribution is one-hot."""
+    is_plain: ClassVar[bool]
+    """True when the distribution is softmax(logits) itself."""
+    sees_no_tokens: ClassVar[bool]
+    """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
     _warpers: ClassVar[LogitsProcessorList]
 
     def __post_init__(self) -> None:
@@ -79,7 +84,12 @@ class Sampling:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
             warpers.append(QuickTopP(self.top_p))
-        object.__setattr__(self, "_warpers", warpers)
+        # computed once, since the loop reads them at every token
+        sees_no_tokens = type(self).processed is Sampling.processed
+        is_plain = self.temperature == 1 and not warpers and sees_no_tokens
+        flags = {"is_greedy": self.temperature == 0, "is_plain": is_plain, "sees_no_tokens": sees_no_tokens}
+        for name, value in {"_warpers": warpers, **flags}.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, processors: Sequence[object]) -> "Sampling | None":
@@ -91,21 +101,6 @@ class Sampling:
         if not is_plain or kinds != [kind for kind in names if kind in kinds]:
             return None
         return Sampling(**{names[type(warper)]: getattr(warper, names[type(warper)]) for warper in processors})
-
-    @cached_property
-    def is_greedy(self) -> bool:
-        """True when every distribution is one-hot."""
-        return self.temperature == 0
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """True when the distribution is softmax(logits) itself."""
-        return self.temperature == 1 and not self._warpers and self.sees_no_tokens
-
-    @cached_property
-    def sees_no_tokens(self) -> bool:
-        """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
-        return type(self).processed is Sampling.processed
 
     @property
     def text(self) -> str:

@@ -6,7 +6,7 @@ uniform (`lm.draws.UniformSource`), and verification gets the same q. A fed-time
 scalars stay on the device from the step before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,8 @@ from lm import CachedModel, GreedySampler, Sampler, Sampling
 from lm.compiled import GuardFreeGraph, thread_key
 from lm.draws import UniformSource, inverted, refuse_no_token
 from lm.signals import POSITION
+
+Compiled = Callable[[], tuple[Tensor, ...]]
 
 
 class FusedStep(SignalReader):
@@ -60,7 +62,7 @@ class FusedStep(SignalReader):
             numbers.pop(FED, None)
         return token_id, after_draw(position, numbers), q
 
-    def _graph(self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None) -> GuardFreeGraph:
+    def _graph(self, logits: Float[Tensor, "1 vocab"], hidden: Float[Tensor, "1 hidden"] | None) -> Compiled:
         """The compiled `_epilogue` of a forward, whose results it reads in copies with fixed addresses."""
         given = [logits] if hidden is None else [logits, hidden]
         if not self._graphs:
