@@ -25,19 +25,19 @@ MORE_PARAMETERS = {
 CEILINGS = {
     # folder: (lines today, lines to reach); a room that shrinks lowers its first number in the same commit
     "configs": (1000, 1000),
-    "store": (522, 500),
-    "lm": (4498, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
-    "data_gen": (5033, 4400),
+    "store": (497, 500),
+    "lm": (4302, 4500),  # 500 lines for drafts in use: layouts of their producers, and MTP layers
+    "data_gen": (5018, 4400),
     "heads": (3674, 3600),
-    "decode": (4360, 4200),
-    "evaluation": (8965, 7400),
+    "decode": (4200, 4200),
+    "evaluation": (8939, 7400),
     "serve": (792, 800),
     "checkpoints/recipes": (1423, 1400),
     "benchmarks": (566, 800),
-    "tests": (21944, 18000),
+    "tests": (21900, 18000),
 }
 """Lines of `.py` that a folder may hold, docstrings and blank lines included."""
-MAX_RECORD_TYPES = 135
+MAX_RECORD_TYPES = 131
 """Classes in the packages that are a dataclass or a NamedTuple; the goal is 130."""
 
 WORDS = {
