@@ -143,6 +143,6 @@ def labels(pair: Pair, sampling: Sampling, exchanges: list[Exchange], distributi
     labeller = Labeller(draft=pair.draft, target=target, sampling=sampling, **how)
     inputs = {"uniform": uniforms(1, sum(len(exchange.response_ids) for exchange in exchanges))}
     inputs |= {} if distributions is None else dict(zip(("p_ids", "p_probs"), distributions, strict=True))
-    columns, broken = labeller.label(exchanges, inputs, with_hidden=False, progress=lambda count: None)
-    assert not broken
-    return columns
+    labelled = labeller.label(exchanges, inputs, with_hidden=False, progress=lambda count: None)
+    assert not labelled.broken
+    return labelled.columns
