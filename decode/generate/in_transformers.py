@@ -49,7 +49,7 @@ from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
 from lm import FeatureDraft, Sampler, Sampling, load_model
-from lm.forwards import eos_ids_of
+from lm.forwards import eos_ids_of, num_logits_of
 from lm.selfcheck import is_written
 
 _ASSISTED: dict[str, Any] = {
@@ -162,8 +162,7 @@ def _loaded(draft: Any, target: PreTrainedModel) -> Any:
     if not isinstance(draft, str | PathLike):
         return draft
     dtype: Any = str(target.dtype).removeprefix("torch.")
-    model: Any = load_model(ModelSource(path=str(draft), dtype=dtype))
-    return model.to(target.device)
+    return load_model(ModelSource(path=str(draft), dtype=dtype), device=target.device)
 
 
 def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
@@ -190,10 +189,11 @@ def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
 
 
 def _sampling_of(processors: LogitsProcessorList | None, config: GenerationConfig, model: PreTrainedModel) -> Sampling:
-    """The sampling of plain `generate`; warpers alone read no token, and cost less."""
-    warped = Sampling.of(processors or []) if config.do_sample else None
-    num_ids = model.config.get_text_config().vocab_size
-    return warped or ProcessedSampling(float(config.do_sample), processors=processors, num_ids=num_ids)
+    """The sampling of plain `generate`; without processors other than warpers it reads no token, and costs less."""
+    warped = Sampling.of(processors or [])
+    if not config.do_sample:
+        warped = None if processors else Sampling(temperature=0.0)
+    return warped or ProcessedSampling(float(config.do_sample), processors=processors, num_ids=num_logits_of(model))
 
 
 def _streamed(rounds: Iterator[Round], input_ids: Tensor, streamer: BaseStreamer) -> Iterator[Round]:
