@@ -14,15 +14,12 @@ from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, feature_mod
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
+Drafting = PreTrainedModel | FeatureDraft | CachedModel  # of the last, the caller keeps the cache and compiled steps
 Kind = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
 
 
 def target_of(
-    target: PreTrainedModel,
-    drafting: PreTrainedModel | FeatureDraft,
-    kind: Kind = CachedModel,
-    *,
-    vocab_size: int | None,
+    target: PreTrainedModel, drafting: Drafting, kind: Kind = CachedModel, *, vocab_size: int | None
 ) -> CachedModel:
     """The model that verifies, with what a feature draft reads of it; ValueError for a draft of another target."""
     if not isinstance(drafting, FeatureDraft):
@@ -32,10 +29,11 @@ def target_of(
     return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
 
 
-def draft_of(
-    drafting: PreTrainedModel | FeatureDraft, target: CachedModel, kind: Kind = CachedModel, *, with_hidden: bool
-) -> Any:
+def draft_of(drafting: Drafting, target: CachedModel, kind: Kind = CachedModel, *, with_hidden: bool) -> Any:
     """The model that drafts for a target of `target_of`; a feature draft always keeps hidden states."""
+    if isinstance(drafting, CachedModel):
+        drafting.with_hidden |= with_hidden
+        return drafting
     if isinstance(drafting, FeatureDraft):
         return feature_model(drafting, target, vocab_size=target.num_logits)
     return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)

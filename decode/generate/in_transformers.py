@@ -18,7 +18,8 @@ of `generate` without a draft (docs/transformers.md, also on greedy output in bf
                           target or sampling, unless `allow_foreign_heads`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -40,7 +41,7 @@ from transformers.generation import (
 )
 
 from configs.schema import ModelSource
-from decode.drafters.factory import draft_of, target_of
+from decode.drafters.factory import Drafting, draft_of, target_of
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.base import Policy
@@ -48,7 +49,7 @@ from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic
 from decode.policies.registry import parse_policy
 from heads.model.fits import check_fits, description_of
-from lm import FeatureDraft, Sampler, Sampling, load_model
+from lm import CachedModel, FeatureDraft, Sampler, Sampling, load_model
 from lm.forwards import eos_ids_of, num_logits_of
 from lm.selfcheck import is_written
 
@@ -115,7 +116,7 @@ def speculative_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    draft_model: PreTrainedModel | FeatureDraft | str | PathLike[str] | None = None,
+    draft_model: Drafting | str | PathLike[str] | None = None,
     policy: Policy | str | None = None,
     max_draft_length: int = 20,
     allow_foreign_heads: bool = False,
@@ -128,6 +129,7 @@ def speculative_generate(
 
     Args, beside those that `generate` passes:
         draft_model: a model with the target's ids or its path (loaded at every call), or a feature draft of the target.
+            The stop of an `lm.CachedModel(draft, compile="stop")` is compiled at the first call, for all later ones.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
@@ -137,7 +139,7 @@ def speculative_generate(
         model_kwargs: other keywords that `generate` prepared or got.
     """
     draft_model = _loaded(draft_model, model)
-    if generation_config is None or not isinstance(draft_model, PreTrainedModel | FeatureDraft):
+    if generation_config is None or not isinstance(draft_model, Drafting):
         call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
         raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {call}")
     config, criteria = generation_config, stopping_criteria or StoppingCriteriaList()
@@ -149,8 +151,8 @@ def speculative_generate(
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
-    rounds = _rounds(decoder, input_ids, criteria, config, generator)
-    generation = Generation.of(list(rounds if streamer is None else _streamed(rounds, input_ids, streamer)))
+    with closing(_rounds(decoder, input_ids, criteria, config, generator)) as rounds:
+        generation = Generation.of(rounds if streamer is None else _streamed(rounds, input_ids, streamer))
     new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
     sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
     output = SpeculativeOutput(sequences=sequences, generation=generation)
@@ -210,8 +212,11 @@ def _rounds(
     criteria: Sequence[StoppingCriteria],
     config: GenerationConfig,
     generator: torch.Generator | Sampler | None,
-) -> Iterator[Round]:
-    """Rounds of the generation, the last one truncated after the token at which a criterion stops."""
+) -> Generator[Round, None, None]:
+    """Rounds of the generation, the last one truncated after the token at which a criterion stops.
+
+    Close it where a criterion or a streamer raises, since a traceback would keep the models in use.
+    """
     # the loop handles EOS ids and lengths, where custom criteria replace the config's; the others are called here
     eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
     own_ids = frozenset(chain.from_iterable(ids.flatten().tolist() for ids in eos))
@@ -222,15 +227,15 @@ def _rounds(
     )
     max_length: int = min(lengths) if lengths else config.max_length  # type: ignore[assignment]
     # one token is emitted before the first criterion is called, as in `generate`
-    rounds = decoder.stream(input_ids[0].tolist(), max(1, max_length - input_ids.shape[1]), generator=generator)
-    ids = input_ids
-    for round_ in rounds:
-        for index, token in enumerate(round_.emitted) if others else ():
-            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=-1)
-            if bool(others(ids, None).all()):
-                yield round_.truncated(index + 1)
-                return
-        yield round_
+    ids, num_new = input_ids, max(1, max_length - input_ids.shape[1])
+    with closing(decoder.stream(input_ids[0].tolist(), num_new, generator=generator)) as rounds:
+        for round_ in rounds:
+            for index, token in enumerate(round_.emitted) if others else ():
+                ids = torch.cat([ids, ids.new_tensor([[token]])], dim=-1)
+                if bool(others(ids, None).all()):
+                    yield round_.truncated(index + 1)
+                    return
+            yield round_
 
 
 def _check(
@@ -275,23 +280,20 @@ def _check(
             raise ValueError(f"speculative_generate does not support {refusal}")
 
 
-def _check_heads(
-    policy: Policy, draft: PreTrainedModel | FeatureDraft, target: PreTrainedModel, config: GenerationConfig
-) -> None:
-    """Raise ValueError for a head that was trained with another draft, another target or another sampling (law 4.1), of
-    which temperature, top-k and top-p are compared.
-    """
+def _check_heads(policy: Policy, draft: Drafting, target: PreTrainedModel, config: GenerationConfig) -> None:
+    """Raise ValueError for a head trained with another draft, target, temperature, top-k or top-p (law 4.1)."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     top_p = None if config.top_p is None or config.top_p >= 1.0 else config.top_p
     sampling = Sampling(temperature, config.top_k or None, top_p) if config.do_sample else Sampling(temperature=0.0)
+    drafting = draft.model if isinstance(draft, CachedModel) else draft
     for head in policy.heads:
-        for model in (draft, target):
+        for model in (drafting, target):
             if model not in _DESCRIPTIONS:
                 _DESCRIPTIONS[model] = description_of(model)
         check_fits(
             head,
             f"of the policy ({head.timing}-time)",
-            draft=_DESCRIPTIONS[draft],
+            draft=_DESCRIPTIONS[drafting],
             target=_DESCRIPTIONS[target],
             sampling=sampling.as_dict(),
             remedy="use a head that was trained for this, sample as it was trained, or pass allow_foreign_heads=True",

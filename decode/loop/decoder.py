@@ -4,7 +4,7 @@ A round drafts at most min(max_draft_length, tokens left - 1) tokens, so that th
 still fits. The output has the distribution of the target alone under the same `Sampling`, for every drafter and policy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import chain
 from operator import index
 from time import perf_counter
@@ -116,7 +116,7 @@ class SpeculativeDecoder:
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
-    ) -> Iterator[Round]:
+    ) -> Generator[Round, None, None]:
         """Rounds, each as soon as it is verified. Only one stream may be open at a time. ValueError at the first round:
         no integers, an empty prompt, a text beyond the target's context, or models that `decode.loop.session` refuses.
         """

@@ -37,7 +37,6 @@ class FusedStep(SignalReader):
             scalars = self.heads[FED].inputs.scalars if FED in self.heads else ()
             self._previous = {name: torch.zeros(1, device=model.device) for name in scalars}
         self._on_host = (self._uniform.numpy(), self._forced.numpy()) if self._uniform.is_cpu else None
-        assert model.with_hidden or not self.heads, "a head scores hidden states: the draft must keep them"
         for tensor in (self._uniform, self._forced, self._count, self._fed, *self._previous.values()):
             torch._dynamo.mark_static_address(tensor)
 
@@ -55,7 +54,7 @@ class FusedStep(SignalReader):
             self._count.fill_(self.num_before + position)
         logits = self._cached.feed(new_tokens)
         self._fed.fill_(new_tokens[-1])
-        q, values = self._graph(logits, self._cached.hidden if self._cached.with_hidden else None)()
+        q, values = self._graph(logits, self.states if self.heads else None)()
         numbers = dict(zip(self._columns, values.tolist(), strict=True))
         token_id = refuse_no_token(int(numbers["token"]), q)
         if position == 0:  # no token of this round is fed yet
@@ -81,7 +80,7 @@ class FusedStep(SignalReader):
         q = self._sampling.dists(logits)[0]
         token = GreedySampler.draw(q) if self._sampling.is_greedy else inverted(q, self._uniform)
         token = torch.where(self._forced >= 0, self._forced, token)
-        state, known = self._given[1][0] if self._cached.with_hidden else None, token.clamp(max=len(q) - 1)
+        state, known = self._given[1][0] if self.heads else None, token.clamp(max=len(q) - 1)
         columns = self.columns(logits[0], known, state, (self._previous, self._fed), self._count)
         for name, number in self._previous.items():
             number.copy_(columns[name])

@@ -45,7 +45,7 @@ class Session:
         if model.num_logits > self._num_drafted:
             raise ValueError(
                 f"the {role} has logits for {model.num_logits} ids, but its verifier for {self._num_drafted}; pass "
-                f"vocab_size={self._num_drafted} (or lm.Pair.vocab_size, the tokenizer's) to the {role}'s drafter"
+                f"vocab_size={self._num_drafted} (lm.Pair.vocab_size, the tokenizer's) to the {role}'s drafter or model"
             )
         if model.num_embeddings < self._num_emitted:
             raise ValueError(

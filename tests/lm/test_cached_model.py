@@ -78,26 +78,12 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
         torch.testing.assert_close(own, alone, rtol=0, atol=0)
 
 
-def with_another_head(model):
-    model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64))
-
-
 def doubled(name):
-    """A hook."""
-
     def double(_module, _inputs, output):
         setattr(output, name, 2 * getattr(output, name))
         return output
 
     return double
-
-
-def with_a_hook_on_the_body(model):
-    model.base_model.register_forward_hook(doubled("last_hidden_state"))
-
-
-def with_a_hook_on_the_whole(model):
-    model.register_forward_hook(doubled("logits"))
 
 
 def with_another_forward(model):
@@ -106,14 +92,20 @@ def with_another_forward(model):
     model.forward = wraps(before)(lambda *args, **kwargs: double(model, args, before(*args, **kwargs)))
 
 
-@pytest.mark.parametrize(
-    "changed", [with_another_head, with_a_hook_on_the_body, with_a_hook_on_the_whole, with_another_forward]
-)
-def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
+CHANGES = {
+    "another head": lambda model: model.set_output_embeddings(torch.nn.Linear(16, 20, bias=False, dtype=torch.float64)),
+    "a hook on the body": lambda model: model.base_model.register_forward_hook(doubled("last_hidden_state")),
+    "a hook on the whole": lambda model: model.register_forward_hook(doubled("logits")),
+    "another forward": with_another_forward,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_been_changed_is_taken_as_it_is_now(change):
     model = model_of(LLAMA)
     CachedModel(model).feed(TOKENS[:3])
     kept = CachedModel(model)
-    changed(model)
+    CHANGES[change](model)
     for cached in (CachedModel(model), kept):
         cached.reset()
         for length in (3, 5):
@@ -123,8 +115,7 @@ def test_a_model_that_has_been_changed_is_taken_as_it_is_now(changed):
 
 
 def test_positions_go_on_beyond_the_first_that_were_prepared():
-    model = model_of(LLAMA)
-    tokens = [1 + place % 19 for place in range(600)]
+    model, tokens = model_of(LLAMA), [1 + place % 19 for place in range(600)]
     cached = CachedModel(model)
     cached.feed(tokens[:300])
     with torch.no_grad():

@@ -20,8 +20,7 @@ from tests.toys.enumeration import seeded
 from tests.toys.random_pairs import greedy_of
 from tests.toys.small_pair import random_llama
 
-PROMPT, NUM = [3, 1, 4, 1, 5], 12
-WIDTH = 40
+PROMPT, NUM, WIDTH = [3, 1, 4, 1, 5], 12, 40
 
 
 def llama(seed: int, width: int = WIDTH) -> PreTrainedModel:
@@ -68,16 +67,12 @@ def no_token(monkeypatch) -> None:
         monkeypatch.setattr(kind, "_round", lambda *arguments: pytest.fail("a round was begun"))
 
 
-def in_train_mode(seed: int) -> PreTrainedModel:
-    return llama(seed).train()
-
-
 IN_TRAIN_MODE = r"LlamaForCausalLM is in train mode, .*; call \.eval\(\)"
 REFUSED = {
     "fewer embeddings": (llama, partial(llama, width=36), "has embeddings for 36 ids, but the target may emit 40; use"),
     "more logits": (llama, partial(llama, width=44), "logits for 44 ids, but its verifier for 40; pass vocab_size=40"),
-    "target in train mode": (in_train_mode, llama, IN_TRAIN_MODE),
-    "draft in train mode": (llama, in_train_mode, IN_TRAIN_MODE),
+    "target in train mode": (lambda seed: llama(seed).train(), llama, IN_TRAIN_MODE),
+    "draft in train mode": (llama, lambda seed: llama(seed).train(), IN_TRAIN_MODE),
 }
 
 
@@ -141,15 +136,14 @@ def responded(target, _):
     return lambda: source.respond([Request("a", "", PROMPT)], 0, lambda _: None)
 
 
-def generated(target, draft):
-    return partial(SpeculativeDecoder(target, chain(draft)).generate, PROMPT, NUM)
+def decoded(target, draft, way="generate", prompt=PROMPT):
+    return partial(getattr(SpeculativeDecoder(target, chain(draft)), way), prompt, NUM)
 
 
-def batched(target, draft):
-    return partial(SpeculativeDecoder(target, chain(draft)).generate_batch, [PROMPT], NUM)
+BATCHED = partial(decoded, way="generate_batch", prompt=[PROMPT])
 
 
-@pytest.mark.parametrize("stage", [generated, batched, recorded, labelled, responded])
+@pytest.mark.parametrize("stage", [decoded, BATCHED, recorded, labelled, responded])
 def test_a_model_that_is_put_into_train_mode_between_two_runs_is_refused_by_every_stage(stage):
     target, draft = llama(0), llama(1)
     run = stage(target, draft)

@@ -234,7 +234,7 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
         drafter.propose(list(TEXT), 2)
 
 
-def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
+def test_what_cannot_be_fused_is_not():
     class Told:
         def token(self, law):
             return 0
@@ -246,9 +246,21 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
     assert fused_step(policy, model, Sampling(), Told()) is None
     assert fused_step(policy, model, ProcessedSampling(), draws) is None
     assert fused_step(policy, CachedModel(a_model()), Sampling(), draws) is None
-    made = fused_step(policy, model, Sampling(), draws)
-    assert fused_step(FixedLength(3), model, Sampling(), draws) is made
-    assert fused_step(policy, model, Sampling(0.5), draws) is not made
+    assert fused_step(FixedLength(3), model, Sampling(), draws) is fused_step(policy, model, Sampling(), draws)
+
+
+def test_generate_with_a_draft_that_is_kept_makes_the_rounds_of_an_eager_one_and_compiles_once():
+    target, draft = random_pair("llama")
+    kept, head = CachedModel(draft, compile="stop"), HeadPolicy(a_head("drawn", True, True))
+    how = {"custom_generate": speculative_generate, "policy": head, "max_new_tokens": 30}
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9}):
+        settings, rounds = how | sampling | {"return_dict_in_generate": True}, []
+        for model in (draft, kept, kept):
+            torch.manual_seed(0)
+            generation = target.generate(torch.tensor([TEXT]), draft_model=model, **settings).generation
+            rounds.append([(one.drafted, one.emitted) for one in generation.rounds])
+        assert rounds[0] == rounds[1] == rounds[2]
+    assert [len(step._graphs) for step in kept.compiled_steps.values()] == [1, 1]
 
 
 @pytest.mark.slow
@@ -256,7 +268,8 @@ def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
 def test_the_fused_step_really_compiles_to_the_same():
     """In a process of its own, since what checks shapes in this one does not compile."""
     script = (
-        "from lm import Sampling; from tests.decode.loop.test_signals import a_head, assert_alike; "
+        "from tests.decode.loop.test_signals import *; "
+        "test_generate_with_a_draft_that_is_kept_makes_the_rounds_of_an_eager_one_and_compiles_once(); "
         "assert_alike(Sampling(0.7, 5, 0.9), [a_head(time, True, True) for time in ('fed', 'drawn')]); print('alike')"
     )
     how = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "check": False}
