@@ -92,7 +92,7 @@ class PrimedLoop(Loop):
 
     @cached_property
     def models(self) -> PairModels:
-        return PairModels(self.pair, self.compile, kind=partial(PrimedModel, compile=self.compile))
+        return PairModels(self.pair, self.compile, model_class=partial(PrimedModel, compile=self.compile))
 
 
 def verdict_of(rows: Sequence[Row], common: float) -> str:

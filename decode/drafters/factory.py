@@ -15,28 +15,28 @@ from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
 Drafting = PreTrainedModel | FeatureDraft | CachedModel  # of the last, the caller keeps the cache and compiled steps
-Kind = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
+ModelClass = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
 
 
 def target_of(
-    target: PreTrainedModel, drafting: Drafting, kind: Kind = CachedModel, *, vocab_size: int | None
+    target: PreTrainedModel, drafting: Drafting, model_class: ModelClass = CachedModel, *, vocab_size: int | None
 ) -> CachedModel:
     """The model that verifies, with what a feature draft reads of it; ValueError for a draft of another target."""
     if not isinstance(drafting, FeatureDraft):
-        return kind(target, vocab_size=vocab_size)
+        return model_class(target, vocab_size=vocab_size)
     if not drafting.is_bound_to(target):
         raise ValueError("draft_model is a draft of another target; load it with this one, or draft.bind(target)")
-    return kind(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
+    return model_class(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
 
 
-def draft_of(drafting: Drafting, target: CachedModel, kind: Kind = CachedModel, *, with_hidden: bool) -> Any:
+def draft_of(drafting: Drafting, target: CachedModel, with_hidden: bool, model_class: ModelClass = CachedModel) -> Any:
     """The model that drafts for a target of `target_of`; a feature draft always keeps hidden states."""
     if isinstance(drafting, CachedModel):
         drafting.with_hidden |= with_hidden
         return drafting
     if isinstance(drafting, FeatureDraft):
         return feature_model(drafting, target, vocab_size=target.num_logits)
-    return kind(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
+    return model_class(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
 
 
 class PairModels:
@@ -49,21 +49,20 @@ class PairModels:
         *,
         holds_trees: bool = False,
         with_hidden: bool = False,
-        kind: Kind | None = None,
+        model_class: ModelClass | None = None,
     ) -> None:
         """Args:
         pair: loaded, or a function that loads it at the first use of a model.
         compile: `decode.compile`; ValueError with trees.
         holds_trees: make models that hold trees; they can draft chains too.
-        with_hidden: draft and micro keep hidden states, for heads at any level of a hierarchy; False: the draft
-            keeps them only for policies with heads.
-        kind: class of target and draft, if not the one for `holds_trees` and `compile`.
+        with_hidden: draft and micro keep hidden states, for heads at any level; False: the draft, for heads alone.
+        model_class: class of target and draft, if not the one for `holds_trees` and `compile`.
         """
         if holds_trees and compile is not False:
             raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
         self._compile, self._with_hidden = compile, with_hidden
-        self._kind = kind or partial(CachedModel, holds_trees=holds_trees, compile=compile)
+        self._model_class = model_class or partial(CachedModel, holds_trees=holds_trees, compile=compile)
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
         """Drafts made so far, by whether they keep hidden states, which a feature draft always does."""
 
@@ -76,18 +75,18 @@ class PairModels:
         """The model that verifies; ValueError for a feature draft with compilation or of another target."""
         if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
             raise ValueError(f"decode.compile is {self._compile}, but a feature draft runs eagerly; set it to false")
-        return target_of(self.pair.target, self.pair.drafting, self._kind, vocab_size=self.pair.vocab_size)
+        return target_of(self.pair.target, self.pair.drafting, self._model_class, vocab_size=self.pair.vocab_size)
 
     def draft_for(self, policy: Policy) -> Any:
         """The draft, with hidden states if the policy has heads."""
         key = bool(policy.heads) or self._with_hidden or isinstance(self.pair.drafting, FeatureDraft)
         if key not in self.drafts:
-            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._kind, with_hidden=key)
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, key, self._model_class)
         return self.drafts[key]
 
     @cached_property
     def draft(self) -> CachedModel:
-        """The draft of a hierarchy, a separate model; ValueError for a feature draft."""
+        """The draft of a hierarchy, a separate model, for which `Experiment` checks the config."""
         assert self.pair.draft
         return self.draft_for(Policy())
 
