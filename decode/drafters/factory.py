@@ -55,7 +55,7 @@ class PairModels:
         pair: loaded, or a function that loads it at the first use of a model.
         compile: `decode.compile`; ValueError with trees.
         holds_trees: make models that hold trees; they can draft chains too.
-        with_hidden: draft and micro keep hidden states, for heads at any level; False: the draft, for heads alone.
+        with_hidden: draft and micro keep hidden states, for heads at any level; False: only the draft, if it has heads.
         model_class: class of target and draft, if not the one for `holds_trees` and `compile`.
         """
         if holds_trees and compile is not False:
