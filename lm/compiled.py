@@ -1,7 +1,7 @@
 """Compile what a loop computes from each draft forward, while the forward itself stays eager (`decode.compile: stop`).
 
-A stop is about thirty calls on single rows, which take longer than their arithmetic. Compiled they are one call. It
-works with every model that a `CachedModel` takes, on every cache, and compiles in seconds.
+A stop is many calls on single rows; compiled they are one call. Whether that is faster depends on device and sampling
+(docs/results/stops.md). It works with every model that a `CachedModel` takes, on every cache, and compiles in seconds.
 """
 
 from collections.abc import Callable, Sequence

@@ -30,7 +30,7 @@ def target_of(
 
 
 def draft_of(drafting: Drafting, target: CachedModel, with_hidden: bool, model_class: ModelClass = CachedModel) -> Any:
-    """The model that drafts for a target of `target_of`; a feature draft always keeps hidden states."""
+    """The model that drafts for a target of `target_of`: a `CachedModel` itself. Feature drafts keep hidden states."""
     if isinstance(drafting, CachedModel):
         drafting.with_hidden |= with_hidden
         return drafting

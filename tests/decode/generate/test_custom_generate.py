@@ -101,10 +101,9 @@ def test_a_head_that_was_trained_for_something_else_is_refused_unless_it_is_allo
 def test_nothing_of_a_generation_stays_behind_and_a_draft_is_free_although_the_traceback_of_an_error_lives(kept):
     """With a head, and a draft that is more than its halves (it scales its logits), so that states are caught."""
     target, _ = random_pair("llama")
-    config = GraniteConfig(**SIZES, **IDS, intermediate_size=32, logits_scaling=2.0)
-    draft = AutoModelForCausalLM.from_config(config).double().eval()
+    draft = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, **IDS, intermediate_size=32, logits_scaling=2.0))
     settings = {"custom_generate": speculative_generate, "do_sample": False, "max_new_tokens": 12}
-    settings |= {"draft_model": kept(draft), "policy": HeadPolicy(AcceptanceHead(16, 1, "drawn", True))}
+    settings |= {"draft_model": kept(draft.double().eval()), "policy": HeadPolicy(AcceptanceHead(16, 1, "drawn", True))}
 
     def num_left() -> tuple[int, int]:
         gc.collect()
@@ -115,8 +114,9 @@ def test_nothing_of_a_generation_stays_behind_and_a_draft_is_free_although_the_t
     before = num_left()
     criteria = transformers.StoppingCriteriaList([transformers.MaxTimeCriteria("soon")])
     broken = partial(speculative_generate, streamer=transformers.TextStreamer(None, skip_prompt=True))
-    for error in ({"custom_generate": broken}, {"stopping_criteria": criteria}):
-        with pytest.raises((TypeError, AttributeError)) as traceback:
+    errors = {"no attribute 'decode'": {"custom_generate": broken}, "'>' not": {"stopping_criteria": criteria}}
+    for said, error in errors.items():
+        with pytest.raises((TypeError, AttributeError), match=said) as traceback:
             target.generate(PROMPT, **settings | error)
         target.generate(PROMPT, **settings)
     del traceback

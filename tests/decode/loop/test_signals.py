@@ -234,7 +234,7 @@ def test_a_distribution_that_is_not_finite_is_refused(sampling):
         drafter.propose(list(TEXT), 2)
 
 
-def test_what_cannot_be_fused_is_not():
+def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
     class Told:
         def token(self, law):
             return 0
@@ -247,18 +247,18 @@ def test_what_cannot_be_fused_is_not():
     assert fused_step(policy, model, ProcessedSampling(), draws) is None
     assert fused_step(policy, CachedModel(a_model()), Sampling(), draws) is None
     assert fused_step(FixedLength(3), model, Sampling(), draws) is fused_step(policy, model, Sampling(), draws)
+    assert fused_step(policy, model, Sampling(0.5), draws) is not fused_step(policy, model, Sampling(), draws)
 
 
 def test_generate_with_a_draft_that_is_kept_makes_the_rounds_of_an_eager_one_and_compiles_once():
     target, draft = random_pair("llama")
     kept, head = CachedModel(draft, compile="stop"), HeadPolicy(a_head("drawn", True, True))
-    how = {"custom_generate": speculative_generate, "policy": head, "max_new_tokens": 30}
     for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9}):
-        settings, rounds = how | sampling | {"return_dict_in_generate": True}, []
+        how, rounds = {"custom_generate": speculative_generate, "policy": head, "return_dict_in_generate": True}, []
         for model in (draft, kept, kept):
             torch.manual_seed(0)
-            generation = target.generate(torch.tensor([TEXT]), draft_model=model, **settings).generation
-            rounds.append([(one.drafted, one.emitted) for one in generation.rounds])
+            output = target.generate(torch.tensor([TEXT]), draft_model=model, max_new_tokens=30, **how, **sampling)
+            rounds.append([(one.drafted, one.emitted) for one in output.generation.rounds])
         assert rounds[0] == rounds[1] == rounds[2]
     assert [len(step._graphs) for step in kept.compiled_steps.values()] == [1, 1]
 
