@@ -198,7 +198,7 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
 
 
 _WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "decode.compile": "false or stop"}
 
 
 def one_line(error: Exception) -> str:
@@ -215,5 +215,5 @@ def one_line(error: Exception) -> str:
     if match := re.search(_WRONG_TYPE, text):
         name, choices, kind, value = match.groups()
         right = f"one of {choices.replace(chr(39), '')}" if choices else _KINDS.get(kind, f"of type {kind}")
-        text = f"{name or 'a value'} is {value}, but it must be {right}"
+        text = f"{name or 'a value'} is {value}, but it must be {_KINDS.get(name, right)}"
     return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 2 :]}"

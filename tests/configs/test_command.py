@@ -265,6 +265,7 @@ MISTAKES = [
     ([*PLAN, "--heads.depths", "deep"], "heads.depths is deep"),
     ([*PLAN, "--pair.sampling.temperature", "warm"], "temperature is warm, but it must be a number"),
     ([*PLAN, "--decode.stop_share", "much"], "no possible value is much"),
+    ([*PLAN, "--decode.compile", "stopp"], "decode.compile is stopp, but it must be false or stop"),
     (["replay", "--config", "tiny", "--policy", "entrpy"], "no policy 'entrpy'; did you mean entropy?"),
     (["flags", "--config", "tiny", "--for", "lama"], "--for is lama, but it must be one of llama.cpp, "),
     (["flags", "--config", "tiny"], "required: --for"),
@@ -305,13 +306,12 @@ def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("failing", "num_run"), [(None, 5), ("train", 2)])
 def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fails(failing, num_run, monkeypatch):
-    steps = []
+    steps, config = [], Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
 
     def command(name):
         return lambda config: steps.append((name, config.data.dir)) or (sys.exit(7) if name == failing else None)
 
     monkeypatch.setattr("configs.front.command_of", command)
-    config = Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
     with pytest.raises(SystemExit, match="7") if failing else nullcontext():
         all_steps(config)
     assert steps == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")[:num_run]]
