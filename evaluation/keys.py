@@ -1,12 +1,16 @@
 """What kept values depend on: the parts of the keys of every keyed store (`store.json_files`).
 
 A kept value is returned only for the same models, heads, prompts, machine and code. A setting missing from a key gives
-wrong numbers, so keys list what they leave out.
+wrong numbers, so keys list what they leave out. The code of a key is what a timed generation runs and what times it
+(`_TIMED`). Code that only chooses settings or prints results is no part of it: it changes no time.
 """
 
+import ast
 import inspect
 import json
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from functools import cache
@@ -23,17 +27,30 @@ from decode.policies.base import Policy
 from heads.model.head import AcceptanceHead
 
 _PACKAGES = ("torch", "transformers", "acceptance-heads")
-_ROOMS = ("lm", "heads", "decode", "evaluation")
-"""Folders whose code decides how long a generation takes."""
+_PROJECT = ("lm", "heads", "decode", "evaluation")
+"""Packages whose policies are no custom classes."""
+_TIMED = (
+    "lm",
+    "heads/model",
+    "decode",
+    "evaluation/turns.py",
+    "evaluation/costs/measure.py",
+    "evaluation/costs/stops.py",
+    "evaluation/bench/arms.py",
+    "evaluation/bench/batch_sizes.py",
+)
+"""Folders and files whose code decides how long a generation takes, and how that is measured."""
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_NAMES = ("model name", "cpu model", "Hardware", "CPU part")
+"""Lines of /proc/cpuinfo that name the processor, the best name first; ARM has only the last one."""
 _ELSEWHERE = ("path", "revision", "trust_remote_code")
 """Settings of a model that say where it is; its description has the commit and the hash of its weights."""
-_REMOVED = {"extra_layers": 0}  # removed settings, as earlier keys hold them: kept values are still found
 _AFTERWARDS = ("recommended", "metrics")  # entries of a head's config that do not change its scores
 
 
 def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
     """Each model's description, its weights included, and how it is loaded."""
-    sources = {level: _REMOVED | asdict(getattr(experiment.models, level)) for level in levels}
+    sources = {level: asdict(getattr(experiment.models, level)) for level in levels}
     return {
         level: {name: value for name, value in source.items() if name not in _ELSEWHERE} | experiment.described(level)
         for level, source in sources.items()
@@ -41,10 +58,28 @@ def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
 
 
 def machine_key(experiment: Experiment) -> dict[str, Any]:
-    """The device, its threads and the versions of the packages that run on it."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    threads = experiment.models.num_threads or torch.get_num_threads()
-    return {"device": name, "threads": threads, "versions": {package: _version(package) for package in _PACKAGES}}
+    """The processor's model, the GPU, the threads, and the versions of the packages and of the code that run there."""
+    return {
+        "processor": processor_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": experiment.models.num_threads or torch.get_num_threads(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+        "code": code_key(),
+    }
+
+
+def processor_name() -> str:
+    """The processor's model name, such as "AMD EPYC 9R14"; the architecture where the system does not give a name."""
+    if _CPU_INFO.is_file():
+        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        named = next((values[name] for name in _CPU_NAMES if values.get(name)), "")
+    elif sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        named = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    else:
+        named = platform.processor()
+    return " ".join(filter(None, (named, platform.machine())))
 
 
 def prompts_key(experiment: Experiment, prompts: Iterable[Prompt]) -> str:
@@ -70,17 +105,35 @@ def policy_key(policy: Policy) -> dict[str, Any]:
 
 def class_key(kind: type) -> str | None:
     """A digest of the file of a custom class; None for a class of this project, whose code `code_key` covers."""
-    if kind.__module__.partition(".")[0] in _ROOMS:
+    if kind.__module__.partition(".")[0] in _PROJECT:
         return None
     return digest(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
 
 
 @cache
 def code_key() -> str:
-    """A digest of the code that generations are timed with."""
+    """A digest of the code that generations are timed with, without comments and docstrings."""
     root = Path(__file__).parents[1]
-    paths = sorted(path for room in _ROOMS for path in (root / room).rglob("*.py"))
-    return digest("".join(f"{path.relative_to(root)}\n{path.read_text(encoding='utf-8')}" for path in paths))
+    paths: list[Path] = []
+    for name in _TIMED:
+        part = root / name
+        paths += sorted(part.rglob("*.py")) if part.is_dir() else [part]
+    return digest("".join(f"{path.relative_to(root)}\n{code_of(path.read_text(encoding='utf-8'))}" for path in paths))
+
+
+def code_of(source: str) -> str:
+    """Python source without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [statement for statement in node.body if not _is_text(statement)]
+    return ast.dump(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    """Whether a statement is a text alone: a docstring, also of a field."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _version(package: str) -> str | None:

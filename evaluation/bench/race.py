@@ -34,7 +34,7 @@ from evaluation.families import ALONE, BASELINE, BOUNDS
 from evaluation.families import family as family_named
 from evaluation.flag_types import RaceRules
 from evaluation.gain import Splits
-from evaluation.keys import class_key, code_key, head_key, machine_key, models_key, policy_key, prompts_key
+from evaluation.keys import class_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import is_of_other_sampling
@@ -152,7 +152,6 @@ class Race:
             "max_draft_length": decode["max_draft_length"],
             "compile": decode["compile"],
             "costs": asdict(self._times),
-            "code": code_key(),
             **machine_key(experiment),
         }
         if self._named:

@@ -151,13 +151,16 @@ def entry_of(times: Times) -> dict[str, Any]:
 
 def loop_of(experiment: Experiment) -> Loop:
     """The loop that the config describes, on a few dev prompts of the first dataset."""
-    prompts = experiment.prompt_ids(**_timed_prompts(experiment))[:_NUM_PROMPTS]
+    prompts = experiment.prompt_ids(next(iter(experiment.datasets)), "dev", num=_num_read(experiment))[:_NUM_PROMPTS]
     return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
 def key_of(experiment: Experiment) -> dict[str, Any]:
-    """Everything that the times of a loop depend on."""
-    decode, prompts = experiment.decode, experiment.prompts(**_timed_prompts(experiment))
+    """Everything that the times of a loop depend on. Of the prompts, the first ones, which are those that are timed
+    unless they are too long.
+    """
+    decode, dataset = experiment.decode, next(iter(experiment.datasets))
+    prompts = experiment.prompts(dataset, "dev", num=_num_read(experiment))[:_NUM_PROMPTS]
     timed = {"compile": decode.compile, "prompts": prompts_key(experiment, prompts)}
     return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}
 
@@ -178,9 +181,9 @@ def _drafting(experiment: Experiment) -> dict[str, Any]:
     return {"sampling": experiment.sampling.as_dict(), "max_draft_length": experiment.decode.max_draft_length}
 
 
-def _timed_prompts(experiment: Experiment) -> dict[str, Any]:
-    num = max(experiment.decode.num_dev, _NUM_PROMPTS)
-    return {"dataset": next(iter(experiment.datasets)), "split": "dev", "num": num}
+def _num_read(experiment: Experiment) -> int:
+    """Dev prompts that the timed ones are taken from: some may be too long."""
+    return max(experiment.decode.num_dev, _NUM_PROMPTS)
 
 
 def kept_costs(directory: Path) -> KeyedStore:

@@ -11,7 +11,6 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from evaluation import keys
 from evaluation.batches.curves import curves_store
-from evaluation.bench import race
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
@@ -94,8 +93,13 @@ def other_weights(config, monkeypatch):
 
 
 def other_code(config, monkeypatch):
-    for module in (race, decoded):
-        monkeypatch.setattr(module, "code_key", lambda: "another")
+    monkeypatch.setattr(keys, "code_key", lambda: "another")
+
+
+def other_processor(config, monkeypatch):
+    path = Path(config.decode.dir, "cpuinfo")
+    path.write_text("processor\t: 0\nmodel name\t: AMD EPYC 1\n\nprocessor\t: 1\nmodel name\t: AMD EPYC 1\n")
+    monkeypatch.setattr(keys, "_CPU_INFO", path)
 
 
 def other_prompts(config, monkeypatch):
@@ -114,7 +118,7 @@ CHANGES = {
     "draft length": (setting("decode.max_draft_length", 3), TIMED),
     "compilation": (setting("decode.compile", "stop"), (*BENCH, "costs")),
     "new tokens": (setting("decode.max_new_tokens", 9), ("bench", "costs")),
-    "dev prompts": (setting("decode.num_dev", 6), ("bench", "costs")),
+    "dev prompts": (setting("decode.num_dev", 6), ("bench",)),
     "template": (setting("data.template", "plain"), (*BENCH, "costs")),
     "prompt tokens": (setting("data.max_prompt_tokens", 99), (*BENCH, "costs")),
     "given times": (setting("decode.t_target_s", 0.006), BENCH),
@@ -126,9 +130,9 @@ CHANGES = {
     "test prompts": (setting("decode.num_test", 3), ()),
     "shards": (setting("decode.prompts_per_shard", 3), ()),
     "draft weights": (other_weights, EVERY),
-    "machine": (lambda _, patch: patch.setattr(keys.platform, "processor", lambda: "another"), EVERY),
+    "processor": (other_processor, EVERY),
     "versions": (lambda _, patch: patch.setattr(keys, "version", lambda package: "0.0.0"), EVERY),
-    "code": (other_code, (*BENCH, "decoded")),
+    "code": (other_code, EVERY),
     "prompts": (other_prompts, (*BENCH, "costs")),
     "head weights": (lambda config, _: write_head(config, bias=0.1), (*BENCH, "decoded")),
     "head calibration": (lambda config, _: write_head(config, temperature=2.0), (*BENCH, "decoded")),
@@ -159,8 +163,6 @@ def test_every_term_of_a_race_makes_another_cell_and_datasets_share_them(config)
     one, other = (replace(TERMS, policies=("fixed_length:k=2", spec)) for spec in ("entropy", "max_prob"))
     assert cell_of(of_policies, one)[1] != cell_of(of_policies, other)[1]
     assert cell_of(config, replace(TERMS, rules=RaceRules(datasets=("prompts",))))[1] == key
-    # as before `extra_layers` was removed
-    assert keys.models_key(Experiment(config), "draft")["draft"]["extra_layers"] == 0
 
 
 def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, monkeypatch):
@@ -174,3 +176,31 @@ def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, mon
     before = cell_of(config, named)[1]
     path.write_text(path.read_text() + "# changed\n")
     assert cell_of(config, named)[1] != before
+
+
+def test_the_processor_has_its_model_name_on_every_system(tmp_path, monkeypatch):
+    """Two processors of one architecture differ, which `platform.processor` cannot see on Linux."""
+    path = tmp_path / "cpuinfo"
+    monkeypatch.setattr(keys, "_CPU_INFO", path)
+    monkeypatch.setattr(keys.platform, "machine", lambda: "arch")
+    for text, name in (
+        ("processor\t: 0\nmodel name\t: AMD EPYC 9R14\nflags\t: a b\n", "AMD EPYC 9R14 arch"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "0xd40 arch"),
+        ("processor\t: 0\n", "arch"),
+    ):
+        path.write_text(text)
+        assert keys.processor_name() == name
+    path.unlink()
+    monkeypatch.setattr(keys.platform, "processor", lambda: "Intel64 Family 6")
+    monkeypatch.setattr(keys.sys, "platform", "win32")
+    assert keys.processor_name() == "Intel64 Family 6 arch"
+
+
+def test_an_edited_comment_keeps_what_was_measured_and_an_edited_statement_does_not():
+    source = 'class A:\n    """Of one."""\n    size: int = 1\n    """In tokens."""\n'
+    for edited, is_same in (
+        ('# why\nclass A:\n    """Of another."""\n\n    size: int = 1\n    """In bytes."""\n', True),
+        (source.replace("= 1", "= 2"), False),
+        (source + "    name = 'In tokens.'\n", False),
+    ):
+        assert (keys.code_of(edited) == keys.code_of(source)) == is_same
