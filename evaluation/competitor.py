@@ -12,6 +12,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
 from decode.policies.registry import LOGISTIC, POLICIES, policy_of, registered
 from evaluation.families import ORACLE, PERFECT
+from evaluation.played import Played
 from evaluation.traces.bounds import Oracle, ScoreHead
 from heads.model.head import AcceptanceHead
 
@@ -40,6 +41,15 @@ class Competitor:
     @property
     def head(self) -> str:
         return head_in(self.name)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A competitor and what all its settings did on both splits."""
+
+    competitor: Competitor
+    dev: Played
+    test: Played
 
 
 def head_in(name: str) -> str:

@@ -16,10 +16,11 @@ from functools import cached_property
 from typing import Any
 
 from decode.policies.base import Policy
-from evaluation.competitor import Competitor, bounds, label_of
+from evaluation.competitor import Arm, Competitor, bounds, label_of
 from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
 from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
+from evaluation.splits import RepeatedSplits, repeated_splits
 from evaluation.times import Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
@@ -27,15 +28,6 @@ from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import autos_for, side_by_side
 from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A competitor and what all its settings did on both splits."""
-
-    competitor: Competitor
-    dev: Played
-    test: Played
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +87,8 @@ class Contest:
     times: Times
     results: Mapping[str, Result]
     """By family, in the order of tables."""
+    splits: RepeatedSplits | None = None
+    """Every family with dev and test redrawn; None where that was not computed."""
     _gains: dict[tuple[str, str], Gain] = field(default_factory=dict, repr=False)
 
     @property
@@ -172,9 +166,11 @@ def hold_each(
         autos |= zip(numbers, replays.autos(head, [every[number] for number in numbers], is_online), strict=True)
     contests = []
     for number, (times, results) in enumerate(zip(every, best_arms, strict=True)):
-        results = fastest_on_dev([*autos.get(number, ()), replays.oracle(times)], times, results)
+        of_times = [*autos.get(number, ()), replays.oracle(times)]
+        results = fastest_on_dev(of_times, times, results)
         order = dict.fromkeys([*(name for name in families() if name in results), *results])
-        contests.append(Contest(dataset, times, {name: results[name] for name in order}))
+        splits = repeated_splits([*replays.arms, *of_times], times)
+        contests.append(Contest(dataset, times, {name: results[name] for name in order}, splits))
     return contests
 
 

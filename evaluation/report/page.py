@@ -15,8 +15,8 @@ import pandas as pd
 
 from decode.experiment import Experiment
 from evaluation.clock import Report, clock_table
-from evaluation.competitor import Competitor
-from evaluation.contest import Arm, Contest, Replays, hold_each
+from evaluation.competitor import Arm, Competitor
+from evaluation.contest import Contest, Replays, hold_each
 from evaluation.families import family
 from evaluation.figure import Plot
 from evaluation.report.plots import all_plots, stage_plot

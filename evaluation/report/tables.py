@@ -35,11 +35,17 @@ from evaluation.families import (
     family,
 )
 from evaluation.gain import Gain
+from evaluation.splits import NUM_SPLITS, RepeatedSplits
 from evaluation.table import Table, flat, shown
 
 _PREDICTED = "predicted: replayed counts of forwards times the seconds of each (law 4.9 of docs/laws.md)"
 """What the figures of a table are, for its note."""
+_REDRAWN = (
+    f"{NUM_SPLITS} splits: the median gain with dev and test redrawn among the same prompts, ± its standard deviation "
+    "between splits"
+)
 _COLUMNS = {"policy": ("policy", ""), "setting": ("label", ""), "gain": ("gain", ""), "speed-up": ("speed_up", ".2f")}
+_COLUMNS |= {f"{NUM_SPLITS} splits": ("splits", ""), "leads": ("leads", "")}
 _COLUMNS |= {"tokens/s": ("tokens_per_s", ".1f"), "% of oracle's tokens/s": ("percent_of_oracle", ".1f")}
 _COLUMNS |= {"discard rate": ("discard_rate", ".3f"), "verification rate": ("verification_rate", ".3f")}
 _COLUMNS |= {"acceptance length": ("acceptance_length", ".2f")}
@@ -84,6 +90,10 @@ def records_of(
             "percent_of_oracle": result.percent_of(contest.results[ORACLE]),
             "percent_of_perfect": result.percent_of(contest.results.get(PERFECT)),
         }
+        if contest.splits is not None and contest.results.get(name) is result:
+            row["splits_median_gain"] = contest.splits.median(name)
+            row["splits_spread"] = contest.splits.spread(name)
+            row["splits_leading"] = None if name in BOUNDS else contest.splits.share_leading(name)
         rows.append(row)
     return rows
 
@@ -92,14 +102,19 @@ def result_table(contest: Contest) -> Table:
     """Every family of a contest below the target alone."""
     alone = 1 / contest.times.t_target_s[0]
     first = {"policy": family(ALONE).label, "label": "-", "gain": "", "speed_up": 1.0, "tokens_per_s": alone}
-    first |= {"discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
+    first |= {"splits": "", "leads": "", "discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
     rows: list[dict[str, Any]] = [first | {"percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s}]
     for record, (name, result) in zip(records_of(contest.results, contest), contest.results.items(), strict=True):
         gain = "" if name == BASELINE else contest.gain(name).text
-        rows.append(record | {"policy": family(name).label, "label": result.label, "gain": gain})
+        cells = {"policy": family(name).label, "label": result.label, "gain": gain, "splits": "", "leads": ""}
+        if contest.splits is not None:
+            cells["splits"] = splits_text(contest.splits, name)
+            cells["leads"] = "" if name in BOUNDS else f"{contest.splits.share_leading(name):.0%}"
+        rows.append(record | cells)
     note = (
         f"{_PREDICTED}. gain: throughput over the best fixed length's, with its 95 % interval: paired bootstrap of "
-        "test prompts, at the settings that dev chose. Bold: the best on dev of what can be run"
+        f"test prompts, at the settings that dev chose. {_REDRAWN}; leads: the share of splits in which it is the "
+        "fastest that can be run. Bold: the best on dev of what can be run"
     )
     kinds = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}
     marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
@@ -165,7 +180,10 @@ def stage_table(contest: Contest) -> Table:
             speed, low, high = map(speed_text, stage["tokens_per_s"][:3])
             row["tokens/s"] = speed
         if "added" in stage:
-            row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words, "adds": stage["added"].words}
+            row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words}
+            if contest.splits is not None:
+                row[f"{NUM_SPLITS} splits"] = splits_text(contest.splits, stage["family"])
+            row["adds"] = stage["added"].words
         rows.append(row)
     of_stages = [stage["family"] for stage in stages]
     settings = [f"{stage['stage']} {stage['setting']}" for stage in stages if stage["setting"]]
@@ -179,7 +197,7 @@ def stage_table(contest: Contest) -> Table:
     notes = [
         f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap of test "
         "prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed length's. adds: "
-        "over the row above. Bold: the best on dev of what can be run",
+        f"over the row above. {_REDRAWN}. Bold: the best on dev of what can be run",
         *([f"{' and '.join(slower)}: slower than the row above"] if slower else []),
         *([f"Beside them, over the best fixed length: {'; '.join(beside)}"] if beside else []),
         f"Chosen on dev: {'; '.join(settings)}. --all: every policy's row",
@@ -197,6 +215,11 @@ def deciding_families(contest: Contest) -> list[str]:
     for kind in set(kinds.values()) - {LENGTHS, BOUND}:
         shown.add(fastest(result for name, result in results.items() if kinds[name] == kind).family)
     return [name for name, kind in kinds.items() if name in shown or kind in (CUSTOM, ENGINES)]
+
+
+def splits_text(splits: RepeatedSplits, name: str) -> str:
+    """Median gain in repeated splits and its spread: +12.3% ± 0.7."""
+    return f"{splits.median(name):+.1%} ± {100 * splits.spread(name):.1f}"
 
 
 def speed_text(tokens_per_s: float) -> str:

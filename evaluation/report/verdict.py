@@ -19,6 +19,7 @@ from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.gain import Gain
 from evaluation.played import joined
 from evaluation.report.tables import values_of
+from evaluation.splits import repeated_splits
 from evaluation.times import Times
 from store.shards import write_atomic
 
@@ -107,7 +108,7 @@ def pooled(every: Sequence[Replays], times: Times) -> Contest:
         Arm(arms[0].competitor, joined([arm.dev for arm in arms]), joined([arm.test for arm in arms]))
         for arms in zip(*(replays.arms for replays in every), strict=True)
     ]
-    return Contest("", times, fastest_on_dev(arms, times))
+    return Contest("", times, fastest_on_dev(arms, times), repeated_splits(arms, times))
 
 
 def write_verdict(verdict: Mapping[str, Any], directory: Path) -> Path:
