@@ -198,7 +198,7 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
 
 
 _WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"
-_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "decode.compile": "false or stop"}
+_KINDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 
 
 def one_line(error: Exception) -> str:

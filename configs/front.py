@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("evaluation.report.tune:tune", *_DECODE, *_TIMES),
     "flags": ("evaluation.flags.command:flags", *_DECODE, "decode.t_draft_s", "decode.t_target_s"),
     "replay": ("evaluation.report.replay:replay_policy", "decode.dir", *_TIMES),
-    "costs": ("evaluation.costs.machine:costs", "decode.max_draft_length", "decode.compile"),
+    "costs": ("evaluation.costs.machine:costs", "decode.max_draft_length"),
     "bench": ("evaluation.bench.command:bench", *_DECODE),
     "hierarchy": ("evaluation.hierarchies.command:hierarchy", *_DECODE),
     "tables": ("evaluation.papers.command:paper_tables", *_DECODE),

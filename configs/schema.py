@@ -272,8 +272,6 @@ class DecodeConfig:
     """Maximum draft length in tokens, at least 0, also in traces. Raise it if drafts often reach it."""
     max_new_tokens: int = 128
     """Maximum generation length in tokens, also in traces; their time grows with it."""
-    compile: Literal[False, "stop"] = False
-    """stop: compile what follows each draft forward (sampling, signals, head), which takes seconds at the start."""
     num_dev: int = 50
     """Number of prompts for choosing each policy's setting."""
     num_test: int = 50

@@ -18,7 +18,7 @@ and a threshold may fall between: such a prompt is left out for everyone.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -82,7 +82,7 @@ class PrimedModel(CachedModel):
 
 
 class PrimedLoop(Loop):
-    """The loop of a config, eager or compiled, for several policies that take turns on one prompt."""
+    """The loop of a config for several policies that take turns on one prompt."""
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
         """Set the text that every decoder starts from next."""
@@ -92,7 +92,7 @@ class PrimedLoop(Loop):
 
     @cached_property
     def models(self) -> PairModels:
-        return PairModels(self.pair, self.compile, model_class=partial(PrimedModel, compile=self.compile))
+        return PairModels(self.pair, model_class=PrimedModel)
 
 
 def verdict_of(rows: Sequence[Row], common: float) -> str:

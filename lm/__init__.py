@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from store.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from lm.compiled import Compile
     from lm.draws import GreedySampler, RandomSampler, Sampler
     from lm.features.base import FeatureDraft
     from lm.features.loading import feature_draft_of

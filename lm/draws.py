@@ -45,14 +45,6 @@ class Sampler(Protocol):
         """
 
 
-@runtime_checkable
-class UniformSource(Protocol):
-    """Draws whose random number a compiled step can turn into a token by itself."""
-
-    def uniform(self) -> tuple[float, int]:
-        """(a uniform in [0, 1) for the next token, the token's id if it is fixed already, else -1)."""
-
-
 class RandomSampler(Sampler):
     """Draws by inversion of two independent streams of uniforms, for tokens and for acceptance, as law 4.2 needs."""
 
@@ -77,9 +69,6 @@ class RandomSampler(Sampler):
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
         return inverted(dist, next(self._tokens))
 
-    def uniform(self) -> tuple[float, int]:
-        return next(self._tokens), -1
-
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never does)."""
         return sum(1 for _ in takewhile(lambda prob: next(self._accepts) < prob, acceptance_probs))
@@ -103,10 +92,6 @@ class GreedySampler:
         best, token = dist.max(-1, keepdim=True)
         return torch.where(best.isnan(), dist.shape[-1], token)
 
-    def uniform(self) -> tuple[float, int]:
-        """Numbers that a greedy step does not read."""
-        return 0.0, -1
-
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         return sum(1 for _ in takewhile(bool, acceptance_probs))
 
@@ -122,8 +107,6 @@ def inverted(dist: Float[Tensor, "*rows vocab"], uniform: float | Float[Tensor, 
     uniform = uniform.to(dist.device) if isinstance(uniform, Tensor) else uniform
     cumulative = dist.cumsum(-1, dtype=torch.float64)
     level = cumulative[..., -1:] * (uniform * BELOW_ONE)  # rounding keeps the last entry from being exactly 1
-    if torch.compiler.is_compiling():  # compiled code has no search; comparisons with NaN are False
-        return (~(cumulative > level)).sum(-1, keepdim=True)
     return torch.searchsorted(cumulative, level, right=True)
 
 

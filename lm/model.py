@@ -20,7 +20,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm import forwards
 from lm.cache import CAPACITY, BufferLayer, Snapshots, is_attention, make_cache
-from lm.compiled import Compile
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
@@ -48,8 +47,6 @@ class CachedModel:
     holds_trees = False
     _tree = EMPTY  # the nodes that are in the cache
     recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads, whose module imports this one
-    compiled_steps: dict[Any, Any] | None = None
-    """Of a compiled draft: the steps of earlier generations, since compiling another one takes seconds."""
 
     def __init__(
         self,
@@ -59,21 +56,18 @@ class CachedModel:
         with_hidden: bool = False,
         holds_trees: bool = False,
         recorder: Any = None,
-        compile: Compile = False,
     ) -> None:
         """Any causal language model of transformers whose cache can be rolled back. Logits are cut to `vocab_size` (the
         extra ids of a padded vocabulary get probability 0; None: all). `with_hidden` keeps the final hidden states, and
         costs a hook if the model is more than body and head; `feed_tree` and `keep` need `holds_trees`; `recorder`
-        records what a feature draft reads; with `compile` "stop" the loop compiles what follows a forward
-        (`lm.compiled`). ValueError for a model in train mode, whose cache cannot be rolled back or hold a tree, or that
-        lacks hidden states or features.
+        records what a feature draft reads. ValueError for a model in train mode, whose cache cannot be rolled back or
+        hold a tree, or that lacks hidden states or features.
         """
         forwards.refuse_training(model)
         self.model, self.vocab_size, self.with_hidden, self.recorder = model, vocab_size, with_hidden, recorder
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         if with_hidden:
             forwards.lm_head_of(model)
-        self.compiled_steps = {} if compile else None
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters

@@ -35,7 +35,7 @@ class QuickTopP(TopPLogitsWarper):
 
     def __call__(self, input_ids: LongTensor | None, scores: Rows) -> Rows:
         is_short = scores.shape[-1] <= 4 * _NUM_LIKELIEST
-        if is_short or scores.device.type != "cpu" or torch.compiler.is_compiling():
+        if is_short or scores.device.type != "cpu":
             return super().__call__(input_ids, scores)
         likeliest = scores.topk(_NUM_LIKELIEST, dim=-1).values
         probs = (likeliest - scores.logsumexp(-1, keepdim=True)).exp()

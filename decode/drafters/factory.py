@@ -10,7 +10,7 @@ from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.policies.base import Policy
-from lm import CachedModel, Compile, DraftModel, FeatureDraft, Pair, feature_model
+from lm import CachedModel, DraftModel, FeatureDraft, Pair, feature_model
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
@@ -45,7 +45,6 @@ class PairModels:
     def __init__(
         self,
         pair: Pair | Callable[[], Pair],
-        compile: Compile = False,
         *,
         holds_trees: bool = False,
         with_hidden: bool = False,
@@ -53,16 +52,13 @@ class PairModels:
     ) -> None:
         """Args:
         pair: loaded, or a function that loads it at the first use of a model.
-        compile: `decode.compile`; ValueError with trees.
         holds_trees: make models that hold trees; they can draft chains too.
         with_hidden: draft and micro keep hidden states, for heads at any level; False: only the draft, if it has heads.
-        model_class: class of target and draft, if not the one for `holds_trees` and `compile`.
+        model_class: class of target and draft, if not the one for `holds_trees`.
         """
-        if holds_trees and compile is not False:
-            raise ValueError(f"decode.compile is {compile}, and trees are drafted eagerly; set decode.compile: false")
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
-        self._compile, self._with_hidden = compile, with_hidden
-        self._model_class = model_class or partial(CachedModel, holds_trees=holds_trees, compile=compile)
+        self._with_hidden = with_hidden
+        self._model_class = model_class or partial(CachedModel, holds_trees=holds_trees)
         self.drafts: dict[bool, DraftModel | TreeDraft] = {}
         """Drafts made so far, by whether they keep hidden states, which a feature draft always does."""
 
@@ -72,9 +68,7 @@ class PairModels:
 
     @cached_property
     def target(self) -> CachedModel:
-        """The model that verifies; ValueError for a feature draft with compilation or of another target."""
-        if isinstance(self.pair.drafting, FeatureDraft) and self._compile is not False:
-            raise ValueError(f"decode.compile is {self._compile}, but a feature draft runs eagerly; set it to false")
+        """The model that verifies; ValueError for a feature draft of another target."""
         return target_of(self.pair.target, self.pair.drafting, self._model_class, vocab_size=self.pair.vocab_size)
 
     def draft_for(self, policy: Policy) -> Any:

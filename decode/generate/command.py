@@ -104,7 +104,7 @@ def _rounds(
     tree: str | None = None,
 ) -> Iterator[Round]:
     pair, decode = experiment.pair, experiment.decode
-    models = PairModels(pair, decode.compile, holds_trees=tree is not None)
+    models = PairModels(pair, holds_trees=tree is not None)
     drafter = models.drafter(policy, None if tree is None else SHAPES[tree])
     decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)
     conversation, replies = (Prompt("prompt", (prompt,)), []) if isinstance(prompt, str) else conversation_of(prompt)

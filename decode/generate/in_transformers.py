@@ -129,7 +129,6 @@ def speculative_generate(
 
     Args, beside those that `generate` passes:
         draft_model: a model with the target's ids or its path (loaded at every call), or a feature draft of the target.
-            The stop of an `lm.CachedModel(draft, compile="stop")` is compiled at the first call, for all later ones.
         policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
             settings of assisted generation if they are set, else its heuristic.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.

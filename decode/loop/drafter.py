@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.fused import fused_step
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy, PolicyRun
@@ -124,10 +123,6 @@ class PolicyDrafter:
 class ModelDrafter(PolicyDrafter):
     """One model drafts token by token until its policy stops or its context is full."""
 
-    def start(self, session: Session) -> None:
-        super().start(session)
-        self._fused = fused_step(self.policy, self.model, session.sampling, session.draws)
-
     def reads_at_end(self) -> bool:
         """Whether the whole draft stays on an accelerator, since its policy sees no token (fixed length)."""
         return self.model.device.type != "cpu" and not self._reads_tokens and self._session.sampling.sees_no_tokens
@@ -153,10 +148,6 @@ class ModelDrafter(PolicyDrafter):
     def _step(self, committed: list[int], pending: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Feed the pending tokens and draw one; returns the arguments of `take`."""
         session, drafted = self._session, self.proposal.tokens
-        if self._fused is not None:
-            self._fused.num_before = self._signals.num_before
-            # the sampler has uniforms, or there would be no fused step
-            return self._fused.step(len(drafted), pending, session.draws)  # type: ignore[arg-type]
         logits = self.model.feed(pending)
         q = session.sampling.dists(logits, committed, drafted)[0]
         probs = q if session.sampling.is_plain else None

@@ -76,6 +76,6 @@ def kept_curves(experiment: Experiment) -> BatchCosts | None:
 
 
 def curves_store(experiment: Experiment) -> KeyedStore:
-    """The curves of every loop that was measured; batches run eagerly, whatever decode.compile says."""
+    """The curves of every loop that was measured."""
     remedy = "delete the line, and measure again with `evaluation bench --batch`"
     return KeyedStore(experiment.directory / "batch_costs.jsonl", remedy=remedy, fields=BatchCosts._fields)

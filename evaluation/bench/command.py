@@ -42,7 +42,7 @@ def bench(
     """Time real generations, in turns with transformers' assisted generation.
 
     Args:
-        config: the experiment: pair, heads, times, and whether the loop is compiled.
+        config: the experiment: pair, heads and times.
         batch: sizes of continuous batches in which `lengths` and `policies` are measured; null: one sequence.
         samplings: any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
         policies: specs that run instead of each family's best, such as head:PATH,max_rejection_prob=0.4; at least one
@@ -100,7 +100,6 @@ def _in_batches(
         prompts=experiment.prompt_ids(next(iter(experiment.datasets)), "test", num=num_prompts),
         max_draft_length=max([experiment.decode.max_draft_length, *lengths]),
         max_new_tokens=num_tokens,
-        compile=False,
     )
     rows, curves = measure_sizes(loop, policies, sizes)
     size_table(rows).print()

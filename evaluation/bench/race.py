@@ -51,7 +51,7 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
-_NO_PART = {"as_recorded", "compile", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
+_NO_PART = {"as_recorded", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
 _NO_PART |= {"prompts_per_shard", "stop_share", "t_draft_s", "t_target_s", "trace_hidden", "verify_shares"}
 """Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
 Row = dict[str, list[Any]]
@@ -150,7 +150,6 @@ class Race:
             "assistant": self._assistant_source and describe_model(self._assistant_source),
             "default_schedule": ways.about_default(),
             "max_draft_length": decode["max_draft_length"],
-            "compile": decode["compile"],
             "costs": asdict(self._times),
             **machine_key(experiment),
         }

@@ -129,9 +129,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     missing = {kind: policy for kind, policy in policies.items() if entry is None or kind not in entry["stops"]}
     if entry is None or missing:
         loop = loop_of(experiment)
-        compiled = ", plus one compilation per kind of stop" if loop.compile else ""
         print(
-            f"costs: timing this machine once, {ABOUT_TIMING}{compiled}; kept in {store.path}. Other work on the "
+            f"costs: timing this machine once, {ABOUT_TIMING}; kept in {store.path}. Other work on the "
             f"machine distorts the times. To skip it, give the times: {SKIP}",
             file=sys.stderr,
             flush=True,
@@ -161,7 +160,7 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
     """
     decode, dataset = experiment.decode, next(iter(experiment.datasets))
     prompts = experiment.prompts(dataset, "dev", num=_num_read(experiment))[:_NUM_PROMPTS]
-    timed = {"compile": decode.compile, "prompts": prompts_key(experiment, prompts)}
+    timed = {"prompts": prompts_key(experiment, prompts)}
     return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}
 
 

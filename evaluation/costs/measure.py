@@ -27,7 +27,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import in_turns, turns_within
-from lm import Compile, Pair, Sampling
+from lm import Pair, Sampling
 
 TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
 TOKENS = 24
@@ -50,15 +50,17 @@ class Loop:
     max_draft_length: int
     prompts: Sequence[list[int]] = ()
     max_new_tokens: int = 0
-    compile: Compile = False
     ends_at_eos: bool = False
     """Generations end at the target's EOS; else at no token."""
 
     @classmethod
     def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
         """The loop that a config describes, but for these changes."""
-        settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "compile")}
-        return cls(pair=experiment.pair, **{"sampling": experiment.sampling} | settings | changes)
+        settings: dict[str, Any] = {
+            "sampling": experiment.sampling,
+            "max_draft_length": experiment.decode.max_draft_length,
+        }
+        return cls(pair=experiment.pair, **settings | changes)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -73,7 +75,7 @@ class Loop:
     @cached_property
     def models(self) -> PairModels:
         """Target and draft, shared by all decoders."""
-        return PairModels(self.pair, self.compile)
+        return PairModels(self.pair)
 
 
 def time_generations(loop: Loop) -> list[Generation]:

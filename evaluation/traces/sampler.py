@@ -43,11 +43,6 @@ class PlayedSampler(Sampler):
         drawn, recorded = self._random.draw(dist), self._recorded()
         return drawn if recorded is None else drawn.fill_(recorded)
 
-    def uniform(self) -> tuple[float, int]:
-        """A uniform, and the recorded token, for a compiled step."""
-        (uniform, drawn), recorded = self._random.uniform(), self._recorded()
-        return uniform, drawn if recorded is None else recorded
-
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         # each probability is read until the first recorded rejection, as by draws that decide
         certain = (float(index < self._num_passing) for index, _ in enumerate(acceptance_probs))

@@ -265,7 +265,6 @@ MISTAKES = [
     ([*PLAN, "--heads.depths", "deep"], "heads.depths is deep"),
     ([*PLAN, "--pair.sampling.temperature", "warm"], "temperature is warm, but it must be a number"),
     ([*PLAN, "--decode.stop_share", "much"], "no possible value is much"),
-    ([*PLAN, "--decode.compile", "stopp"], "decode.compile is stopp, but it must be false or stop"),
     (["replay", "--config", "tiny", "--policy", "entrpy"], "no policy 'entrpy'; did you mean entropy?"),
     (["flags", "--config", "tiny", "--for", "lama"], "--for is lama, but it must be one of llama.cpp, "),
     (["flags", "--config", "tiny"], "required: --for"),

@@ -68,8 +68,6 @@ REFUSED = {
     "bench": (["--race.assistant=no/such/model", "--num_prompts=1"], NO_MODEL),
     "generate a block's tree": ([*ASKED, "--pair.draft.path=checkpoints/tiny/dspark", TREE], "which is a chain"),
     "generate GliDe's tree": ([*ASKED, "--pair.draft.path=checkpoints/tiny/glide", TREE], "use CaPE's tree"),
-    "generate compiled trees": ([*ASKED, "--decode.compile=stop", TREE], "drafted eagerly"),
-    "generate compiled": ([*ASKED, "--decode.compile=stop"], "runs eagerly"),
 }
 
 

@@ -116,7 +116,6 @@ CHANGES = {
     "attention": (setting("pair.draft.attn_implementation", "eager"), EVERY),
     "temperature": (setting("pair.sampling.temperature", 0.5), TIMED),
     "draft length": (setting("decode.max_draft_length", 3), TIMED),
-    "compilation": (setting("decode.compile", "stop"), (*BENCH, "costs")),
     "new tokens": (setting("decode.max_new_tokens", 9), ("bench", "costs")),
     "dev prompts": (setting("decode.num_dev", 6), ("bench",)),
     "template": (setting("data.template", "plain"), (*BENCH, "costs")),

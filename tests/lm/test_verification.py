@@ -79,12 +79,17 @@ def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_ar
     assert not any(value > 0.0 for value in watching.seen[2:4])
 
 
+def uniform_of(draws: RandomSampler) -> float:
+    """The uniform that would decide the next token."""
+    return next(draws._tokens)
+
+
 @pytest.mark.parametrize("bit", [0, 31, 32, 33, 48, 62])
 def test_every_bit_of_a_seed_counts(bit):
     other = 5 ^ 1 << bit
     assert not torch.isin(uniforms(5, 100), uniforms(other, 100)).any()
     draws, others = RandomSampler(5), RandomSampler(other)
-    assert draws.uniform() != others.uniform()
+    assert uniform_of(draws) != uniform_of(others)
     probs = torch.arange(1, 100).div(100).tolist()
     assert [draws.num_accepted(probs[::-1]) for _ in range(20)] != [others.num_accepted(probs[::-1]) for _ in range(20)]
 
@@ -93,19 +98,19 @@ def test_every_bit_of_a_seed_counts(bit):
 def test_no_two_streams_of_one_generator_coincide():
     """Of 70,000 seeds of 32 bits two are equal with probability 0.43, as here; of 124 bits with probability 1e-28."""
     generator = seeded(1)
-    assert len({RandomSampler(generator).uniform() for _ in range(70_000)}) == 70_000
+    assert len({uniform_of(RandomSampler(generator)) for _ in range(70_000)}) == 70_000
 
 
 def test_draws_are_those_of_their_seed_and_those_of_tokens_and_acceptance_differ():
     """A generator of torch on the CPU reads the lower 32 bits of its seed; the limit is that of its `manual_seed`."""
-    first, *others = (RandomSampler(seeded(seed)).uniform() for seed in (5, 5 + 2**32, 6))
+    first, *others = (uniform_of(RandomSampler(seeded(seed))) for seed in (5, 5 + 2**32, 6))
     assert [other == first for other in others] == [True, False]
     draws, again = RandomSampler(7), RandomSampler(7)
-    tokens = [draws.uniform() for _ in range(600)]
-    assert tokens == [again.uniform() for _ in range(600)]
-    accepted = [draws.num_accepted([uniform]) for uniform, _ in tokens]
+    tokens = [uniform_of(draws) for _ in range(600)]
+    assert tokens == [uniform_of(again) for _ in range(600)]
+    accepted = [draws.num_accepted([uniform]) for uniform in tokens]
     assert 0 < sum(accepted) < 600  # of equal streams none would pass: uniform < uniform is false
-    assert accepted == [again.num_accepted([uniform]) for uniform, _ in tokens]
+    assert accepted == [again.num_accepted([uniform]) for uniform in tokens]
 
 
 def test_uniforms_are_uniform_and_have_53_bits_and_the_shape_asked_for():

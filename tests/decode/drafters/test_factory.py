@@ -1,7 +1,5 @@
 """The one factory of decoders: what the decoders of a pair share, and what it refuses."""
 
-import pytest
-
 from decode import ModelDrafter, TreeDrafter
 from decode.drafters.factory import PairModels
 from decode.drafters.trees import dynamic
@@ -11,7 +9,7 @@ from lm import Pair, Sampling
 from tests.toys.small_pair import Words, model
 
 
-def test_decoders_share_the_models_of_a_pair_which_is_loaded_at_its_use_and_compiles_no_trees():
+def test_decoders_share_the_models_of_a_pair_which_is_loaded_at_its_use():
     pair, loaded = Pair(model(1, 2), model(2), model(3), Words()), []
     models = PairModels(lambda: loaded.append(pair) or pair)
     assert not loaded
@@ -27,5 +25,3 @@ def test_decoders_share_the_models_of_a_pair_which_is_loaded_at_its_use_and_comp
     trees = PairModels(pair, holds_trees=True)
     tree, chain = trees.drafter(FixedLength(3), dynamic(width=2, num_nodes=4)), trees.drafter(FixedLength(3))
     assert (type(tree), type(chain), tree.model) == (TreeDrafter, ModelDrafter, chain.model)
-    with pytest.raises(ValueError, match="drafted eagerly"):
-        PairModels(pair, "stop", holds_trees=True)

@@ -1,12 +1,6 @@
-"""Policies are shown untruncated temperature-1 signals and head scores at the right time (laws 4.1, 4.8, 4.8b), also by
-the fused step, which is compiled in the last test alone.
-"""
+"""Policies are shown untruncated temperature-1 signals and head scores at the right time (laws 4.1, 4.8, 4.8b)."""
 
 import gc
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,19 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode import ModelDrafter, Session, SpeculativeDecoder, speculative_generate
-from decode.generate.in_transformers import ProcessedSampling
-from decode.loop.fused import fused_step
 from decode.loop.signals import DeviceSignals, HostSignals
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model import step as stepwise
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
 from lm import CachedModel, RandomSampler, Sampling, entropy
-from lm.draws import UniformSource
 from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.extending import added_to
-from tests.toys.loop import PROMPT, SAMPLINGS, decoder_of, random_head, toy_head
+from tests.toys.loop import PROMPT, decoder_of, random_head, toy_head
 from tests.toys.random_pairs import random_pair
 from tests.toys.small_pair import llama
 
@@ -171,107 +162,12 @@ def a_head(timing, *inputs):
     return random_head(16, timing, *inputs, std=0.5)
 
 
-def drafted(compile, sampling, draws, heads):
-    """Tokens, laws and signals of two rounds: after the first, which was accepted, two tokens are fed."""
-    policy = Watch(tuple(heads))
-    drafter = ModelDrafter(CachedModel(a_model(), with_hidden=True, compile=compile), policy)
-    drafter.start(Session(sampling, frozenset(), draws))
-    first = drafter.propose(list(TEXT), 5)
-    committed = [*TEXT, *first.tokens, 7]
-    drafter.conclude(committed, 5)
-    second = drafter.propose(committed, 4)
-    assert (drafter._fused is not None) == (compile is not False)
-    return first.tokens + second.tokens, torch.stack(first.dists + second.dists), torch.tensor(policy.seen)
-
-
-def assert_alike(sampling, heads, make_draws=lambda: RandomSampler(seeded(3))):
-    expected = drafted(False, sampling, make_draws(), heads)
-    tokens, laws, signals = drafted("stop", sampling, make_draws(), heads)
-    assert tokens == expected[0]
-    torch.testing.assert_close(laws, expected[1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(signals, expected[2], rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """In this process; the last test compiles in another."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "inputs"),
-    [
-        *((sampling, (True, True)) for sampling in SAMPLINGS.values()),
-        *((Sampling(), inputs) for inputs in ((), (True,), (("entropy",), True), (("text_position",),))),
-    ],
-)
-def test_tokens_laws_and_signals_are_those_of_the_unfused_step_for_heads_of_every_input(sampling, inputs):
-    assert_alike(sampling, (a_head("fed", *inputs), a_head("drawn", *inputs), a_head("prefix", *inputs[:1])))
-
-
-def test_a_settled_token_is_drawn_and_its_own_signals_are_read():
-    class Settled(RandomSampler):
-        def token(self, law):
-            super().token(law)
-            return 4
-
-        def uniform(self):
-            return super().uniform()[0], 4
-
-    heads = a_head("fed", True, True), a_head("drawn", True, True)
-    assert_alike(Sampling(), heads, Settled)
-    assert drafted("stop", Sampling(), Settled(), heads)[0] == [4] * 9
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
 def test_a_distribution_that_is_not_finite_is_refused(sampling):
     model = a_model()
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    drafter = ModelDrafter(CachedModel(model, compile="stop"), FixedLength(2))
+    drafter = ModelDrafter(CachedModel(model), FixedLength(2))
     drafter.start(Session(sampling, frozenset(), RandomSampler()))
     with pytest.raises(ValueError, match="not finite"):
         drafter.propose(list(TEXT), 2)
-
-
-def test_what_cannot_be_fused_is_not_and_a_step_outlives_its_drafter():
-    class Told:
-        def token(self, law):
-            return 0
-
-        num_accepted = draw = token
-
-    assert not isinstance(Told(), UniformSource)
-    policy, model, draws = FixedLength(2), CachedModel(a_model(), compile="stop"), RandomSampler()
-    assert fused_step(policy, model, Sampling(), Told()) is None
-    assert fused_step(policy, model, ProcessedSampling(), draws) is None
-    assert fused_step(policy, CachedModel(a_model()), Sampling(), draws) is None
-    assert fused_step(FixedLength(3), model, Sampling(), draws) is fused_step(policy, model, Sampling(), draws)
-    assert fused_step(policy, model, Sampling(0.5), draws) is not fused_step(policy, model, Sampling(), draws)
-
-
-def test_generate_with_a_draft_that_is_kept_makes_the_rounds_of_an_eager_one_and_compiles_once():
-    target, draft = random_pair("llama")
-    kept, head = CachedModel(draft, compile="stop"), HeadPolicy(a_head("drawn", True, True))
-    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9}):
-        how, rounds = {"custom_generate": speculative_generate, "policy": head, "return_dict_in_generate": True}, []
-        for model in (draft, kept, kept):
-            torch.manual_seed(0)
-            output = target.generate(torch.tensor([TEXT]), draft_model=model, max_new_tokens=30, **how, **sampling)
-            rounds.append([(one.drafted, one.emitted) for one in output.generation.rounds])
-        assert rounds[0] == rounds[1] == rounds[2]
-    assert [len(step._graphs) for step in kept.compiled_steps.values()] == [1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
-def test_the_fused_step_really_compiles_to_the_same():
-    """In a process of its own, since what checks shapes in this one does not compile."""
-    script = (
-        "from tests.decode.loop.test_signals import *; "
-        "test_generate_with_a_draft_that_is_kept_makes_the_rounds_of_an_eager_one_and_compiles_once(); "
-        "assert_alike(Sampling(0.7, 5, 0.9), [a_head(time, True, True) for time in ('fed', 'drawn')]); print('alike')"
-    )
-    how = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "check": False}
-    found = subprocess.run([sys.executable, "-c", script], **how)
-    assert found.stdout.split()[-1:] == ["alike"], found.stderr[-2000:]

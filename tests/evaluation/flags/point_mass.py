@@ -23,7 +23,7 @@ _LIKELIEST = Sampling(temperature=0)
 class PointMassDrafter(ModelDrafter):
     def start(self, session: Session) -> None:
         super().start(session)
-        self._fused, self.reads_at_end = None, lambda: False  # both draw from the session's own distribution
+        self.reads_at_end = lambda: False  # both draw from the session's own distribution
 
     @property
     def _min_length(self) -> int:
