@@ -16,12 +16,12 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (707, 700),
+    "configs": (705, 700),
     "store": (349, 350),
-    "lm": (2888, 2650),
+    "lm": (2827, 2650),
     "data_gen": (3234, 3000),
     "heads": (2439, 2450),
-    "decode": (2597, 2350),
+    "decode": (2503, 2350),
     "evaluation": (5630, 4950),  # 4,100 and 850 for the papers' room, which is still in it
     "serve": (483, 480),
     "checkpoints/recipes": (928, 930),
@@ -29,10 +29,10 @@ STATEMENTS = {
 }
 CONSTRUCTIONS = {
     # construction: (occurrences today, to reach)
-    "a, b = x, y": (602, 60),
+    "a, b = x, y": (595, 60),
     "text or list times a condition": (24, 0),
     "three comprehensions in one statement": (9, 0),
-    "Any": (598, 300),
+    "Any": (590, 300),
     "record type": (131, 120),
     "public name with two meanings": (30, 5),
 }
