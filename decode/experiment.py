@@ -107,7 +107,7 @@ class Experiment:
 
     def _take_record(self) -> None:
         """Take models, sampling, limits and datasets from the trace in decode.dir."""
-        keys = ("target", "draft", "sampling", "max_draft_length", "max_new_tokens", "prompts")
+        keys = ("target", "draft", "sampling", "max_draft_length", "max_new_tokens")
         record = read_manifest(self.directory / "trace", command="trace", keys=keys)
         self._described = {"target": record["target"], "draft": record["draft"]}
         self.presumed = {"target", "draft"}
@@ -115,7 +115,9 @@ class Experiment:
         self.decode = replace(
             self.decode, max_draft_length=record["max_draft_length"], max_new_tokens=record["max_new_tokens"]
         )
-        names = dict.fromkeys(key.rpartition(".")[0] for key in record["prompts"])
+        # format 1 has hashes of the prompts, not their numbers
+        parts = record["split"] if "split" in record else record["prompts"]
+        names = dict.fromkeys(part.rpartition(".")[0] for part in parts)
         self.data = self._config.data
         self.datasets = {name: PromptSource(path=name) for name in names}
         self.training_sets = dict(list(self.datasets.items())[:1])

@@ -38,6 +38,8 @@ from lm.pair import repository_of
 from store.json_files import read_json
 from store.shards import sha256_of, write_atomic
 
+Manifest = Mapping[str, Any]
+"""What manifest.json holds, or part of it."""
 _LARGE_BYTES = 2**26
 """Minimum size of a file for which hashes are cached."""
 _SLOW_BYTES = 2**32
@@ -197,7 +199,7 @@ def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequenc
     return manifest
 
 
-def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
+def refuse_older(manifest: Manifest, directory: str | Path) -> None:
     """Raise ValueError if another version of the data format made a directory that heads are to be trained on."""
     if (format_ := manifest.get("format", FORMAT)) != FORMAT:
         raise ValueError(
@@ -206,29 +208,38 @@ def refuse_older(manifest: Mapping[str, Any], directory: str | Path) -> None:
         )
 
 
-def settle(directory: str | Path, manifest: Mapping[str, Any], *, setting: str = "data.dir") -> None:
+def settle(directory: str | Path, manifest: Manifest, *, setting: str = "data.dir") -> None:
     """Write the manifest into a new directory; ValueError for the first key that differs from an existing one."""
-    # through JSON: tuples become lists
-    path, in_run = Path(directory) / "manifest.json", json.loads(json.dumps(manifest))
+    path = Path(directory) / "manifest.json"
     if not path.exists():
         write_atomic(path, json.dumps(manifest, indent=2).encode())
         return
     on_disk = read_manifest(directory)
+    refuse_different(on_disk, manifest, directory, setting=setting)
+    grown = {"responses": manifest["responses"]} if manifest.get("responses") else {}
+    if "split" in manifest:
+        parts = manifest["split"].items()
+        larger = {name: part for name, part in parts if num_prompts(on_disk, name) <= part["prompts"]}
+        grown["split"] = on_disk.get("split", {}) | larger
+    if any(on_disk.get(name) != value for name, value in grown.items()):
+        if "recorded" in manifest:
+            grown["recorded"] = manifest["recorded"] | {"earlier": on_disk.get("recorded")}
+        write_atomic(path, json.dumps(on_disk | grown, indent=2).encode())
+
+
+def refuse_different(
+    on_disk: Manifest, manifest: Manifest, directory: str | Path, *, setting: str = "data.dir"
+) -> None:
+    """Raise ValueError for the first key in which a run's manifest differs from that of an existing directory."""
+    in_run = json.loads(json.dumps(manifest))  # tuples become lists
     if difference := next(_differences(on_disk, in_run), None):
         raise ValueError(
-            f"{path} differs in {difference}; choose another {setting}"
+            f"{Path(directory) / 'manifest.json'} differs in {difference}; choose another {setting}"
             f"{_REUSE if setting == 'data.dir' else ''}, or delete {directory} to start over"
         )
-    grown = {"responses": in_run["responses"]} if in_run.get("responses") else {}
-    if "split" in in_run:
-        larger = {name for name, part in in_run["split"].items() if num_prompts(on_disk, name) <= part["prompts"]}
-        grown["split"] = {name: (in_run if name in larger else on_disk)["split"][name] for name in in_run["split"]}
-    if any(on_disk.get(name) != value for name, value in grown.items()):
-        recorded = in_run["recorded"] | {"earlier": on_disk.get("recorded")}
-        write_atomic(path, json.dumps(on_disk | grown | {"recorded": recorded}, indent=2).encode())
 
 
-def num_prompts(manifest: Mapping[str, Any], split: str) -> int:
+def num_prompts(manifest: Manifest, split: str) -> int:
     """Prompts of a split that the largest run in a directory requested; 0 for imported data."""
     part = manifest.get("split", {}).get(split, {})
     num = part.get("prompts", 0) if isinstance(part, dict) else None

@@ -6,12 +6,13 @@
         first, then branches
 
 Further draws of the coins for the same prompts are separate shards, {split}-{index:05d}-draw{draw} from draw 1 on.
-Written atomically with sidecars (`store.shards`): present means complete.
+Written atomically with sidecars (`store.shards`): present means complete. The sidecar of the rows has a digest of each
+prompt (`evaluation.traces.prompts`).
 """
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -26,11 +27,11 @@ import torch
 from safetensors import safe_open
 
 from configs.paths import local_path
-from data_gen.store.manifest import read_manifest
+from data_gen.store.manifest import num_prompts, read_manifest
 from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import Sampling
-from store.shards import atomic_directory, check_sums, is_whole, read_sidecar, write_atomic, write_shard
+from store.shards import atomic_directory, check_sums, is_whole, read_sidecar, sidecar_path, write_atomic, write_shard
 
 _ROWS = pa.schema(
     {
@@ -70,14 +71,27 @@ class ShardKey(NamedTuple):
 
 def recorded_keys(directory: Path) -> list[ShardKey]:
     """The first draw of every shard of a trace, as its manifest lists them."""
-    num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
+    manifest = read_manifest(directory, command="trace", keys=["prompts_per_shard"])
+    if "split" in manifest:
+        size = manifest["prompts_per_shard"]
+        num_shards = {part: -(-num_prompts(manifest, part) // size) for part in manifest["split"]}
+    else:  # format 1
+        num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
     parts = [(part.rpartition("."), num) for part, num in num_shards.items()]
     return [ShardKey(dataset, split, index) for (dataset, _, split), num in parts for index in range(num)]
 
 
-def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: Sequence[Mapping[str, str]]) -> None:
-    """Write one shard; `trace` is None when none of its prompts has a response."""
+def write_trace(
+    directory: Path,
+    key: ShardKey,
+    trace: Trace | None,
+    problems: Sequence[Mapping[str, str]],
+    *,
+    prompts: Sequence[str] = (),
+) -> None:
+    """Write one shard from the prompts with these digests; `trace` is None when none of them has a response."""
     rows_path, signals_path = key.paths(directory)
+    sidecar_path(rows_path).unlink(missing_ok=True)  # earlier rows have other signals than these
     columns: dict[str, Any] = {}
     rows = () if trace is None else trace.rows
     if trace is not None:
@@ -92,12 +106,19 @@ def write_trace(directory: Path, key: ShardKey, trace: Trace | None, problems: S
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([vars(row) for row in rows], schema=_ROWS), sink, compression="zstd")
     num_tokens = sum(len(row.response_ids) for row in rows)
-    write_shard(rows_path, bytes(sink.getvalue()), rows=len(rows), tokens=num_tokens, problems=list(problems))
+    write_shard(
+        rows_path,
+        bytes(sink.getvalue()),
+        rows=len(rows),
+        tokens=num_tokens,
+        prompts=list(prompts),
+        problems=list(problems),
+    )
 
 
-def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
-    """Some shards as one trace; what heads read stays on disk until one needs it. FileNotFoundError if a shard is
-    missing, ValueError if one is corrupted or no prompt has a response.
+def read_trace(directory: Path, keys: Sequence[ShardKey], *, ids: Container[str] | None = None) -> Trace:
+    """Some shards as one trace, or their rows of these ids; what heads read stays on disk until one needs it.
+    FileNotFoundError if a shard is missing, ValueError if one is corrupted or no prompt has a response.
     """
     manifest = read_manifest(directory, command="trace")
     paths = list(chain.from_iterable(key.paths(directory) for key in keys))
@@ -108,9 +129,12 @@ def read_trace(directory: Path, keys: Sequence[ShardKey]) -> Trace:
         )
     check_sums(paths, command="trace")
     traces = [trace for key in keys if (trace := read_shard(directory, key, manifest)) is not None]
-    if not traces:
+    trace = join_traces(traces) if traces else None
+    names = [] if trace is None else [row.id for row in trace.rows]
+    rows = [number for number, name in enumerate(names) if ids is None or name in ids]
+    if trace is None or not rows:
         raise ValueError(f"no prompt of these shards has a response; see {directory / 'errors.jsonl'}")
-    return join_traces(traces)
+    return trace if len(rows) == len(names) else trace.select(rows)
 
 
 def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> Trace | None:
@@ -171,12 +195,13 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():
             shutil.copy(source / "costs.jsonl", unfinished)
-        facts: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
-        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(facts, indent=1).encode())
+        copied: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
+        write_atomic(unfinished / "trace" / "manifest.json", json.dumps(copied, indent=1).encode())
         for key in keys:
             if (content := read_shard(trace, key, manifest)) is not None:
                 rows = tuple(replace(row, prompt_ids=()) for row in content.rows)
                 content = replace(without_hidden(content, scorers), rows=rows)
-            write_trace(unfinished / "trace", key, content, read_sidecar(key.paths(trace)[0])["problems"])
+            facts = read_sidecar(key.paths(trace)[0])
+            write_trace(unfinished / "trace", key, content, facts["problems"], prompts=facts.get("prompts", ()))
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     print(f"{directory}: {len(keys)} shards, logits of {len(heads)} heads, {num_bytes / 1e6:.1f} MB")

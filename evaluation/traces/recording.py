@@ -2,15 +2,15 @@
 
 Per shard the target answers its prompts in one batch (`data_gen`), then each response becomes a row of the trace. All
 randomness comes from seeds of (run seed, dataset, split, shard index, draw), so an interrupted run resumes to the same
-trace. `decode.draws_per_prompt` decodes every prompt several times, each time with another response and other coins;
-raising it keeps what is recorded.
+trace. `decode.draws_per_prompt` decodes every prompt several times, each time with another response and other coins.
+
+Raising it, `decode.num_dev` or `decode.num_test` records what is new: full shards stay as they are, and a short last
+shard is recorded again, longer. A run with fewer prompts or draws reads the first ones.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -19,11 +19,12 @@ from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.sets import Split
 from data_gen.responses.exchange import Exchange, ShardSpec, TargetInProcess, ask, row_id
-from data_gen.store.manifest import read_manifest, settle
+from data_gen.store.manifest import Manifest, read_manifest, refuse_different, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, recorded_keys, without_hidden, write_trace
+from evaluation.traces.prompts import FORMAT, has_old_format, lacks, numbers_of, refuse_other_digests, upgrade, upgraded
 from evaluation.traces.trace import Trace, TraceRow, join_traces
 from heads.model.head import AcceptanceHead
 from lm import Sampling
@@ -52,25 +53,36 @@ class TraceFolder:
     """The sampling that the draft draws by, if it is not the target's."""
 
     def refuse_other(self) -> None:
-        """Raise ValueError if the folder has a trace of other settings."""
-        if not self.experiment.decode.as_recorded and (self.directory / "manifest.json").is_file():
-            self._settle(read_manifest(self.directory, command="trace", keys=["eos_ids"])["eos_ids"])
+        """Raise ValueError if the folder has a trace of other settings or prompts."""
+        if self.experiment.decode.as_recorded or not (self.directory / "manifest.json").is_file():
+            return
+        on_disk = read_manifest(self.directory, command="trace", keys=["eos_ids"])
+        current = upgraded(on_disk, self.shards, self.directory)
+        manifest = self._manifest(on_disk["eos_ids"])
+        refuse_different(current, manifest, self.directory, setting="decode.dir")
+        if not has_old_format(on_disk):
+            refuse_other_digests(self.directory, self.shards)
 
     def complete(self, splits: Sequence[Split] = SPLITS) -> None:
-        """Record the shards of these splits that are missing or corrupted; no model is loaded if there are none.
-        ValueError if the folder has a trace of other settings, or if texts may cross a model's change of rotary
-        frequencies, since a trace reads each at once.
+        """Record the shards of these splits that are missing, corrupted or too short; no model is loaded if there are
+        none. ValueError if the folder has a trace of other settings or prompts, or if texts may cross a model's change
+        of rotary frequencies, since a trace reads each at once.
         """
         if self.experiment.decode.as_recorded:
             return
+        self.refuse_other()
         keys = [key for key in self.shards if key.split in splits]
         present = [path for key in keys for path in key.whole(self.directory)]
-        if len(present) == 2 * len(keys) and not any(True for _ in broken_shards(present, command="trace")):
-            return self.refuse_other()
+        is_complete = not self._has_old_format and not self._lacking(keys)
+        if is_complete and not any(True for _ in broken_shards(present, command="trace")):
+            return
         with only_writer(self.directory, setting="decode.dir"):
             forget_broken(present)
             clean_partial(self.directory, "*/rows", "*/signals")
-            self._record_all([key for key in keys if not key.is_done(self.directory)])
+            if self._has_old_format:
+                upgrade(self.directory, self.shards)
+            if lacking := self._lacking(keys):
+                self._record_all(lacking)
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -79,7 +91,20 @@ class TraceFolder:
 
     def load_split(self, dataset: str, split: Split) -> Trace:
         """One split of one dataset; errors as `evaluation.traces.disk.read_trace` has them."""
-        return read_trace(self.directory, [key for key in self.shards if key[:2] == (dataset, split)])
+        keys = [key for key in self.shards if key[:2] == (dataset, split)]
+        if self.experiment.decode.as_recorded:
+            return read_trace(self.directory, keys)
+        prompts = [prompt for key in keys for prompt in self.shards[key].prompts]
+        ids = {row_id(prompt, turn) for prompt in prompts for turn in range(len(prompt.turns))}
+        return read_trace(self.directory, keys, ids=ids)
+
+    @property
+    def _has_old_format(self) -> bool:
+        path = self.directory / "manifest.json"
+        return path.is_file() and has_old_format(read_manifest(self.directory, command="trace"))
+
+    def _lacking(self, keys: Sequence[ShardKey]) -> list[ShardKey]:
+        return [key for key in keys if lacks(self.directory, key, self.shards[key])]
 
     def _record_all(self, keys: Sequence[ShardKey]) -> None:
         total = sum(self.shards[key].num_requests for key in keys)
@@ -90,7 +115,7 @@ class TraceFolder:
             for model in (pair.target, pair.drafting):
                 if isinstance(model, PreTrainedModel):
                     refuse_crossing(model, 0, longest, subject=subject, remedy="lower one of the three")
-            self._settle(sorted(pair.eos_ids))
+            settle(self.directory, self._manifest(sorted(pair.eos_ids)), setting="decode.dir")
             loop = pair.drafting, pair.target, self.experiment.sampling, pair.vocab_size, pair.eos_ids
             recorder = Recorder(
                 *loop,
@@ -130,7 +155,8 @@ class TraceFolder:
                 progress=progress,
             )
             trace = trace if decode.trace_hidden else without_hidden(trace, self.heads)
-        write_trace(self.directory, key, trace, [problem._asdict() for problem in answers.problems])
+        problems = [problem._asdict() for problem in answers.problems]
+        write_trace(self.directory, key, trace, problems, prompts=spec.digests)
 
     def _write_errors(self) -> None:
         """errors.jsonl: the prompts without a row, with the reason."""
@@ -141,33 +167,23 @@ class TraceFolder:
         text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
         write_atomic(self.directory / "errors.jsonl", text.encode())
 
-    def _settle(self, eos_ids: Sequence[int]) -> None:
-        """Write the manifest, the settings that decide the trace; ValueError if the folder's is another."""
-        prompts: dict[str, str] = {}
-        num_shards: Counter[str] = Counter()
-        for key, spec in self.shards.items():
-            if not key.draw:
-                name = f"{key.dataset}.{key.split}"
-                # a chain over the shards
-                prompts[name] = sha256((prompts.get(name, "") + repr(spec.prompts)).encode()).hexdigest()
-                num_shards[name] += 1
+    def _manifest(self, eos_ids: Sequence[int]) -> Manifest:
+        """The settings that decide the trace, and its numbers of prompts, which may grow."""
         experiment, decode = self.experiment, self.experiment.decode
-        manifest = {
-            "format": 1,
+        return {
+            "format": FORMAT,
             "target": experiment.described("target"),
             "draft": experiment.described("draft"),
             "sampling": experiment.sampling.as_dict(),
             **({"draft_sampling": self.draft_sampling.as_dict()} if self.draft_sampling else {}),
             "eos_ids": list(eos_ids),
-            "prompts": prompts,
+            "split": numbers_of(self.shards),
             "template": experiment.data.template,
             "max_prompt_tokens": experiment.data.max_prompt_tokens,
             **{name: getattr(decode, name) for name in _DECIDING},
             "generator": GENERATOR,
             "heads": [] if decode.trace_hidden else list(decode.heads),
-            "recorded": {"num_shards": num_shards},  # for `recorded_keys`; no run is compared with it
         }
-        settle(self.directory, manifest, setting="decode.dir")
 
 
 def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = None) -> TraceFolder:
