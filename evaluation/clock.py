@@ -33,7 +33,7 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, REPLAYED, family
-from evaluation.gain import Splits, Throughput, gain_over
+from evaluation.gain import MIN_PROMPTS, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.table import Table, shown
 from evaluation.times import Times
@@ -115,7 +115,10 @@ def clock_table(report: Report) -> Table:
         row | {name: row[name].text for name in _GAINS} | {"policy": family(row["family"]).label}
         for row in report["rows"]
     ]
-    note = f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts"
+    note = (
+        f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts "
+        f"(from {MIN_PROMPTS} on)"
+    )
     return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
 
 

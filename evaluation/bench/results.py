@@ -11,7 +11,7 @@ remaining lead is not due to a badly chosen one.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import sqrt
+from math import hypot
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,13 @@ from decode.policies.registry import POLICIES
 from evaluation.bench.arms import DEFAULT, SCHEDULES, UNASSISTED
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
-from evaluation.gain import Gain, Throughput, gain_over, median_ratio
+from evaluation.gain import MIN_PROMPTS, Gain, Throughput, gain_over, median_ratio, shortage
 from evaluation.table import Table, crossed
 
 Arm = Mapping[str, Any]
 Cell = Mapping[str, Any]
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
 MEAN = "mean of transfer sets"
-_NORMAL = 1.96
-"""Standard errors on either side of a mean that hold 95 % of it."""
 _RIVALS = {rival: (rival,) for rival in (BASELINE, *SCHEDULES, PRODUCT)} | {
     ALONE: (ALONE, UNASSISTED),
     TRAINING_FREE: tuple(POLICIES.keys() - {"head"}),
@@ -78,8 +76,9 @@ def cell_table(cell: Cell) -> Table:
     times = f"t_draft {1e3 * cell['times']['t_draft_s']:.2f} ms, t_target/t_draft {_ratio(cell):.2f}"
     texts = f"{len(arm['tokens'])} prompts of {cell['dataset']}, at most {cell['num_tokens']} tokens"
     note = (
-        "gain in per cent, its 95 % interval over prompts, and the median of the ratios of prompts; each rival is the "
-        "fastest of its kind on these prompts, the best fixed length and the target alone included"
+        f"gain in per cent, its 95 % interval over prompts (from {MIN_PROMPTS} on), and the median of the ratios of "
+        "prompts; each rival is the fastest of its kind on these prompts, the best fixed length and the target alone "
+        "included"
     )
     sampling, schedule = SAMPLING_NAMES[cell["sampling"]], cell["default_schedule"]
     return Table(f"{sampling}: {times}; {texts}; default schedule: {schedule}", rows, note, names=2)
@@ -107,15 +106,22 @@ def gain_tables(cells: Sequence[Cell]) -> Iterator[Table]:
 
 
 def mean_gain(gains: Sequence[Gain]) -> Gain:
-    """The mean of gains on different sets with independent prompts, and its normal interval."""
+    """The mean of gains on different sets with independent prompts, and its interval if all of them have one. Each end
+    is as far from it as the root of the sum of their squared distances, over their number (Zou and Donner 2008).
+    """
     value = sum(gain.value for gain in gains) / len(gains)
-    error = sqrt(sum(gain.standard_error**2 for gain in gains)) / len(gains)
-    return Gain(value, value - _NORMAL * error, value + _NORMAL * error, error)
+    errors = [gain.standard_error for gain in gains if gain.standard_error is not None]
+    below = [gain.value - gain.low for gain in gains if gain.low is not None]
+    above = [gain.high - gain.value for gain in gains if gain.high is not None]
+    error = hypot(*errors) / len(gains) if len(errors) == len(gains) else None
+    if len(below) < len(gains):
+        return Gain(value, None, None, error)
+    return Gain(value, value - hypot(*below) / len(gains), value + hypot(*above) / len(gains), error)
 
 
 def verdict_of(cell: Cell) -> str:
     """Lead of our arm that dev chose over each schedule; of policies that were named, which have no figures of dev, the
-    fastest on the timed prompts.
+    fastest on the timed prompts. Too few prompts for an interval are reported.
     """
     ours = [arm for arm in cell["arms"] if arm["family"] not in (*SCHEDULES, ALONE, UNASSISTED)]
     how, best = "dev chose", max(ours, key=lambda arm: arm["on_dev"] or 0.0)
@@ -125,10 +131,18 @@ def verdict_of(cell: Cell) -> str:
     subject = f"{cell['dataset']}, {SAMPLING_NAMES[cell['sampling']]} at ratio {_ratio(cell):.2f}: {how} "
     subject += name_of(best["family"])
     schedules = [name for name in SCHEDULES if name in cell["rivals"]]
+    rival = schedules[0] if schedules else BASELINE
+    doubt = _doubt(best["over"][rival], len(best["tokens"]))
     if not schedules:
         lead = f", {_short(best['over'][BASELINE])} % over the best fixed length" * (best["family"] != BASELINE)
-        return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it."
-    return f"{subject}: {', '.join(f'{_over(best, name)} % over {name_of(name)}' for name in schedules)}."
+        return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it.{doubt}"
+    leads = ", ".join(f"{_over(best, name)} % over {name_of(name)}" for name in schedules)
+    return f"{subject}: {leads}.{doubt}"
+
+
+def _doubt(gain: Gain, num_prompts: int) -> str:
+    """What a gain of too few prompts does not show, in a sentence."""
+    return f" {shortage(gain, num_prompts, remedy='raise --num_prompts')}." if gain.low is None else ""
 
 
 def name_of(family: str) -> str:
@@ -143,8 +157,11 @@ def _ratio(cell: Cell) -> float:
 def _over(arm: Arm, rival: str) -> str:
     """Gain, interval and median in per cent; empty over itself."""
     gain, median = arm["over"][rival], 100 * arm["median_over"][rival]
-    return "" if gain.standard_error == 0 else f"{_short(gain)} {median:+.1f}"
+    is_itself = gain.value == 0 and not gain.standard_error
+    return "" if is_itself else f"{_short(gain)} {median:+.1f}"
 
 
 def _short(gain: Gain) -> str:
-    return f"{100 * gain.value:+.1f} ({100 * gain.low:+.0f}, {100 * gain.high:+.0f})"
+    if gain.low is None or gain.high is None:
+        return f"{100 * gain.value:+.1f}"
+    return f"{100 * gain.value:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"

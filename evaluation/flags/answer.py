@@ -11,7 +11,7 @@ from evaluation.competitor import Competitor, competitors_of, label_of, make_com
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flags.engines import Drafting, Engine
-from evaluation.gain import Gain, Splits
+from evaluation.gain import Gain, Splits, shortage
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -126,9 +126,7 @@ class Answer:
             yield f"{where}: do not speculate. No setting of {name} is predicted to be faster than the target on dev."
         else:
             listed = ", ".join(f"{gain.words} over {_BASES[base]}" for base, gain in self.gains(flags).items())
-            is_sure = flags.over(self.choices[NONE]).low > 0
-            doubt = "" if is_sure else " This could be chance; raise decode.num_test to settle it."
-            yield f"{where}: {label_of('', flags.setting)}, predicted {listed}.{doubt}"
+            yield f"{where}: {label_of('', flags.setting)}, predicted {listed}.{self._doubt()}"
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
             yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
@@ -137,6 +135,13 @@ class Answer:
                 yield f"{ours.capitalize()} ({choice.competitor.name}) would add {choice.over(flags).words}."
         if self.engine.remark:
             yield self.engine.remark
+
+    def _doubt(self) -> str:
+        """What the interval of the gain over no speculation does not show, in a sentence."""
+        gain = self.flags.over(self.choices[NONE])
+        if gain.low is None:
+            return f" {shortage(gain, self._default.test.num_prompts)}."
+        return "" if gain.is_above_noise else " This may be noise; raise decode.num_test to settle it."
 
     def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
         """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in

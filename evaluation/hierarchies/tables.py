@@ -10,22 +10,24 @@ from itertools import product
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from evaluation.contest import Result, best_setting
 from evaluation.figure import GREY, Plot, figure_of, plot_of
-from evaluation.gain import gain_over
+from evaluation.gain import MIN_PROMPTS, gain_over, shortage
 from evaluation.hierarchies.configurations import PLAIN
 from evaluation.hierarchies.decoded import Decoded
 from evaluation.hierarchies.times import at_ratios, break_even, redundancy
-from evaluation.table import Table, shown
+from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 
 _COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "N": ("num_emitted", "")}
 _COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
 _COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
 _COLUMNS |= {"sigma": ("redundancy", ".2%"), "eta": ("target_utilisation", ".2%"), "tok/s": ("tokens_per_s", ".0f")}
-_COLUMNS |= {"speed-up": ("speedup", ".3f"), "s.e.": ("speedup_se", ".3f"), "modelled": ("speedup_modelled", ".3f")}
+_COLUMNS |= {"speed-up": ("speedup", ".3f"), "95 % from": ("speedup_low", ".3f")}
+_COLUMNS |= {"to": ("speedup_high", ".3f"), "modelled": ("speedup_modelled", ".3f")}
 _COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "pays below": ("break_even", ".2f")}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
@@ -54,8 +56,7 @@ def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict
                 "target_utilisation": counts.verification_rate,
                 "acceptance_length": counts.acceptance_length,
                 "tokens_per_s": result.tokens_per_s,
-                "speedup": result.tokens_per_s / alone.tokens_per_s,
-                "speedup_se": result.over(alone).standard_error,
+                **flat({"speedup": result.over(alone).speed(1.0)}),
                 "speedup_modelled": best_setting(played, times)[1] * times.t_target_s[0],
                 "speedup_at_ratios": best_setting(played, given)[1] * given.t_target_s[0],
                 "break_even": break_even(played, plain, times) if member.num_levels == 3 else None,
@@ -72,9 +73,10 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
         f"R² {r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
     note = (
-        "N: tokens, F: forwards. Speed-up over the target alone: measured (s.e.: bootstrap over prompts), and from the "
-        "counts at fitted and at given times. Pays below: from the counts, the hierarchy is faster than sd while "
-        f"t_micro / t_draft is below this (never, if this is negative); here it is {t_micro / t_draft:.2f}"
+        "N: tokens, F: forwards. Speed-up over the target alone: measured (95 % interval: paired bootstrap of prompts, "
+        f"from {MIN_PROMPTS} on), and from the counts at fitted and at given times. Pays below: from the counts, the "
+        f"hierarchy is faster than sd while t_micro / t_draft is below this (never, if this is negative); here it is "
+        f"{t_micro / t_draft:.2f}"
     )
     return Table(title, shown(rows, _COLUMNS), note, names=2)
 
@@ -91,20 +93,21 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
     """The gain of the best hierarchy over the best plain speculation on a fine grid of t_micro / t_draft, at round
     t_draft / t_target and at the fitted one.
 
-    `shares` are t_stop / t_draft of each kind of stop. `standard_error` is that of the gain between the two winners; it
-    does not include that each is the best of several on the same prompts.
+    `shares` are t_stop / t_draft of each kind of stop. `low` and `high` are the 95 % interval of the gain between the
+    two winners; it does not include that each is the best of several on the same prompts.
     """
     rows, measured_ratio = [], times.t_draft_s / times.t_target_s[0]
     for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
         at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares)
         (plain, of_plain, plain_speed), (best, of_best, speed) = fastest_sides(decoded, at)
-        error = None
+        low = high = None
         if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
             pair = at.throughput(plain.played).at(of_plain), at.throughput(best.played).at(of_best)
-            error = gain_over(*pair).standard_error
+            _, low, high, _ = gain_over(*pair)
         names = name_of(plain.result(of_plain)), name_of(best.result(of_best))
-        rows.append((draft_ratio, micro_ratio, draft_ratio == measured_ratio, speed / plain_speed - 1, error, *names))
-    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "standard_error", "plain", "hierarchy"]
+        is_here = draft_ratio == measured_ratio
+        rows.append((draft_ratio, micro_ratio, is_here, speed / plain_speed - 1, low, high, *names))
+    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "low", "high", "plain", "hierarchy"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -117,11 +120,15 @@ def gain_table(gain: pd.DataFrame, *, split: str) -> Table:
     """The gain in per cent, and where it is positive; `split` is that of the prompts that choose and report."""
     rows = []
     for draft_ratio, label, group in _by_draft_ratio(gain):
-        at = 100 * group.set_index("micro_ratio")[["gain", "standard_error"]].loc[list(MICRO_RATIOS)].astype(float)
-        cells = {f"{ratio:g}": f"{value:+.1f} ({error:.1f})" for ratio, value, error in at.itertuples()}
+        at = 100 * group.set_index("micro_ratio")[["gain", "low", "high"]].loc[list(MICRO_RATIOS)].astype(float)
+        # without an interval its ends are NaN in the frame
+        cells = {
+            f"{ratio:g}": f"{value:+.1f}" if np.isnan(low) else f"{value:+.1f} ({low:.1f}, {high:.1f})"
+            for ratio, value, low, high in at.itertuples()
+        }
         rows.append({"t_draft / t_target": f"{draft_ratio:.3g}{label}", **cells, "pays at": paying(group)})
     title = (
-        "best hierarchy over best plain speculation in per cent (s.e.), predicted, each at its best setting; "
+        "best hierarchy over best plain speculation in per cent (95 % interval), predicted, each at its best setting; "
         "columns: t_micro / t_draft"
     )
     return Table(title, rows, f"both sides are chosen on the prompts that they are reported on, the {split} prompts")
@@ -134,11 +141,13 @@ def third_level_verdict(
     on_test = {member.competitor.family: member for member in test}
     plain, best = (on_test[one.competitor.family].result() for one, *_ in fastest_sides(dev or test, times))
     measured = best.over(plain)
+    num_prompts = len(plain.throughput.tokens)
+    doubt = f" {shortage(measured, num_prompts)}." if measured.low is None else ""
     lines = [
         f"Measured here (t_draft / t_target = {times.t_draft_s / times.t_target_s[0]:.3f}, t_micro / t_draft = "
         f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {name_of(best)}, is "
-        f"{100 * measured.value:+.1f} % (s.e. {100 * measured.standard_error:.1f}) against the best plain speculation, "
-        f"{name_of(plain)}, both chosen on {'dev' if dev else 'the same prompts'}."
+        f"{measured.words} against the best plain speculation, {name_of(plain)}, both chosen on "
+        f"{'dev' if dev else 'the same prompts'}.{doubt}"
     ]
     lines += [
         f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "

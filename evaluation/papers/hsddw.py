@@ -26,6 +26,7 @@ from decode.drafters.pearl import PearlDecoder
 from decode.experiment import Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import Result
+from evaluation.gain import Gain
 from evaluation.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, PRE, SELF, hierarchies_of
 from evaluation.hierarchies.decoded import MICRO_ALONE, StoredLoop
 from evaluation.hierarchies.times import fit_times, redundancy
@@ -60,7 +61,7 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> 
         gains = {name: result.over(results[NO_DRAFT]) for name, result in results.items()}
         speeds = {name: f"{1 + gain.value:.2f}x" for name, gain in gains.items()}
         for method, name in methods.items():
-            first[method][dataset] = f"{speeds[name]} ({1 + gains[name].low:.2f}, {1 + gains[name].high:.2f})"
+            first[method][dataset] = f"{speeds[name]}{_interval_of(gains[name])}"
         pearl = pearl_speed_up(experiment, trio, [ids for _, ids in encoded], fit_times(played[: len(members)])[0])
         first[_PEARL][dataset] = f"{pearl:.2f}x"
         for name, row in ablation.items():
@@ -80,6 +81,11 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> 
     title = f"HSDDW Table 1: speed-up at T = {experiment.sampling.temperature:g}, {_CLOCKED}"
     second = Table(f"HSDDW Table 2: ablation, speed-up, {_CLOCKED}", list(ablation.values()))
     return [Table(title, list(first.values())), second, *third, *fourth]
+
+
+def _interval_of(gain: Gain) -> str:
+    """The interval of a speed-up, or nothing without one."""
+    return "" if gain.low is None or gain.high is None else f" ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 
 def _eagle(experiment: Experiment, path: str) -> Competitor:

@@ -45,7 +45,7 @@ from decode.policies.registry import RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
 from evaluation.costs.machine import costs_for
-from evaluation.gain import Gain, Throughput
+from evaluation.gain import Gain, Throughput, shortage
 from evaluation.hierarchies.configurations import NO_DRAFT
 from evaluation.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
 from evaluation.hierarchies.times import fitted
@@ -297,8 +297,11 @@ def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
     for published, best, *stops in (rows.values() for rows in drafts):
         base = max((published, best), key=lambda result: result.tokens_per_s)
         gains |= {stop.family: stop.over(base) for stop in stops}
-    # a single prompt has no interval: its standard error is NaN
-    won = [f"{name} {gain.text}" for name, gain in gains.items() if gain.low > 0 and gain.standard_error >= 0]
+        num_prompts = len(base.throughput.tokens)
+    best_gain = max(gains.values(), key=lambda gain: gain.value, default=None)
+    if best_gain is not None and best_gain.low is None:
+        return f"No verdict on stops: {shortage(best_gain, num_prompts)}"
+    won = [f"{name} {gain.text}" for name, gain in gains.items() if gain.is_above_noise]
     lost = [text for name, gain in gains.items() if (text := f"{name} {gain.text}") not in won]
     on_the_clock = "the best fixed length of the same draft on the clock"
     if not won:

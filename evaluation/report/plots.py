@@ -118,12 +118,15 @@ def stage_plot(contest: Contest) -> Plot:
     for row, stage in enumerate(stages):
         text, end, colour = stage["missing"].partition(":")[0], base, styles[stage["family"]][0]
         if "gain" in stage:
-            value, low, end, _ = stage["tokens_per_s"]
+            speed = stage["tokens_per_s"]
+            value = end = speed.value
             text = speed_text(value)
             axes.barh(row, min(before, value) - base, left=base, color=colour, alpha=0.35, height=0.62)
             axes.barh(row, max(value - before, 0), left=before, color=colour, height=0.62)
-            if row:
-                axes.errorbar(value, row, xerr=[[value - low], [end - value]], color=GREY, capsize=3, linewidth=1.2)
+            if row and speed.low is not None:
+                end = speed.high
+                whiskers = [[value - speed.low], [end - value]]
+                axes.errorbar(value, row, xerr=whiskers, color=GREY, capsize=3, linewidth=1.2)
             before = value
         axes.annotate(text, (max(end, base), row), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(stages)), [f"{stage['stage']}\n{fill(stage['knows'], 26)}" for stage in stages])

@@ -34,7 +34,7 @@ from evaluation.families import (
     TRAINING_FREE,
     family,
 )
-from evaluation.gain import Gain
+from evaluation.gain import MIN_PROMPTS, Gain, shortage
 from evaluation.splits import NUM_SPLITS, RepeatedSplits
 from evaluation.table import Table, flat, shown
 
@@ -112,9 +112,8 @@ def result_table(contest: Contest) -> Table:
             cells["leads"] = "" if name in BOUNDS else f"{contest.splits.share_leading(name):.0%}"
         rows.append(record | cells)
     note = (
-        f"{_PREDICTED}. gain: throughput over the best fixed length's, with its 95 % interval: paired bootstrap of "
-        f"test prompts, at the settings that dev chose. {_REDRAWN}; leads: the share of splits in which it is the "
-        "fastest that can be run. Bold: the best on dev of what can be run"
+        f"{_PREDICTED}. gain: throughput over the best fixed length's{_interval_note(contest)}. {_REDRAWN}; leads: the "
+        "share of splits in which it is the fastest that can be run. Bold: the best on dev of what can be run"
     )
     kinds = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}
     marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
@@ -159,8 +158,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
         stage["setting"] = " at ".join(filter(None, (result.competitor.head, values_of(result.setting))))
         gain, share = contest.gain(name), None
         base = result.tokens_per_s / (1 + gain.value)
-        speed, low, high = (base * (1 + part) for part in gain[:3])
-        figures: dict[str, Any] = {"tokens_per_s": Gain(speed, low, high, base * gain.standard_error), "gain": gain}
+        figures: dict[str, Any] = {"tokens_per_s": gain.speed(base), "gain": gain}
         if before:
             figures["added"] = contest.gain(name, before.family)
             share = 100 * (result.tokens_per_s - before.tokens_per_s) / whole if whole > 0 else None
@@ -177,10 +175,10 @@ def stage_table(contest: Contest) -> Table:
     for stage in stages:
         row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 34)}"}
         if "gain" in stage:
-            speed, low, high = map(speed_text, stage["tokens_per_s"][:3])
-            row["tokens/s"] = speed
+            row["tokens/s"] = speed_text(stage["tokens_per_s"].value)
         if "added" in stage:
-            row |= {"tokens/s": f"{speed} ({low}, {high})", "gain": stage["gain"].words}
+            row["tokens/s"] = _speed_words(stage["tokens_per_s"])
+            row["gain"] = stage["gain"].words
             if contest.splits is not None:
                 row[f"{NUM_SPLITS} splits"] = splits_text(contest.splits, stage["family"])
             row["adds"] = stage["added"].words
@@ -195,9 +193,9 @@ def stage_table(contest: Contest) -> Table:
         if name not in of_stages
     ]
     notes = [
-        f"{_PREDICTED}. gain: tokens/s over the best fixed length's, with its 95 % interval: paired bootstrap of test "
-        "prompts, at the settings that dev chose. tokens/s has the same interval, times the best fixed length's. adds: "
-        f"over the row above. {_REDRAWN}. Bold: the best on dev of what can be run",
+        f"{_PREDICTED}. gain: tokens/s over the best fixed length's{_interval_note(contest)}. tokens/s has the same "
+        f"interval, times the best fixed length's. adds: over the row above. {_REDRAWN}. Bold: the best on dev of what "
+        "can be run",
         *([f"{' and '.join(slower)}: slower than the row above"] if slower else []),
         *([f"Beside them, over the best fixed length: {'; '.join(beside)}"] if beside else []),
         f"Chosen on dev: {'; '.join(settings)}. --all: every policy's row",
@@ -220,6 +218,19 @@ def deciding_families(contest: Contest) -> list[str]:
 def splits_text(splits: RepeatedSplits, name: str) -> str:
     """Median gain in repeated splits and its spread: +12.3% ± 0.7."""
     return f"{splits.median(name):+.1%} ± {100 * splits.spread(name):.1f}"
+
+
+def _interval_note(contest: Contest) -> str:
+    """What the intervals of a contest's gains are, or why there are none, as a note continues."""
+    if contest.num_prompts >= MIN_PROMPTS:
+        return ", with its 95 % interval: paired bootstrap of test prompts, at the settings that dev chose"
+    return f". {shortage(contest.gain(contest.best.family), contest.num_prompts)}"
+
+
+def _speed_words(speed: Gain) -> str:
+    if speed.low is None or speed.high is None:
+        return speed_text(speed.value)
+    return f"{speed_text(speed.value)} ({speed_text(speed.low)}, {speed_text(speed.high)})"
 
 
 def speed_text(tokens_per_s: float) -> str:

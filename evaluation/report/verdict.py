@@ -16,7 +16,7 @@ from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
 from evaluation.contest import Arm, Contest, Replays, Result, fastest_on_dev
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
-from evaluation.gain import Gain
+from evaluation.gain import Gain, shortage
 from evaluation.played import joined
 from evaluation.report.tables import values_of
 from evaluation.splits import repeated_splits
@@ -44,9 +44,11 @@ def sentence_of(contest: Contest) -> str:
 
 def doubt_of(lead: Gain, free_family: str, num_prompts: int) -> str:
     """What the interval of a head's lead over the best policy without training does not show, in a sentence."""
-    if lead.high < 0:
+    if lead.low is None:
+        return f" {shortage(lead, num_prompts)}."
+    if lead.is_below_noise:
         return f" No trained head is faster here: use {_rival(free_family)}."
-    if lead.low > 0:
+    if lead.is_above_noise:
         return ""
     rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
     return (
@@ -76,7 +78,10 @@ def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
         if group not in leaders or leaders[group].family == BASELINE:
             continue
         lead = contest.gain(leaders[group].family, leaders[best].family)
-        if lead.low > 0:
+        if lead.low is None:
+            reasons.append(shortage(lead, contest.num_prompts))
+            break
+        if lead.is_above_noise:
             reasons = [f"{lead.words} over {_named(leaders[best])}", *reasons[: HEADS not in leaders]]
             best = group
         elif group == HEADS:

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, norm, t
 
-from evaluation.gain import NUM_RESAMPLES, Gain, Throughput, gain_over
+from evaluation.gain import MIN_PROMPTS, NUM_RESAMPLES, Gain, Throughput, gain_over, prompts_needed, shortage
 from evaluation.table import Table, crossed, flat, shown
 from evaluation.times import TimeErrors, Times
 from tests.cases import first_fast
@@ -39,9 +39,10 @@ def test_the_interval_covers_with_41_settings_chosen_on_dev(repetitions, least, 
     assert least <= hits <= most
 
 
-def test_the_interval_is_that_of_scipys_bootstrap():
+@pytest.mark.parametrize("num", [10, 60])
+def test_the_interval_is_that_of_scipys_bootstrap_widened_for_few_prompts(num):
     generator = np.random.default_rng(9)
-    base, own = (Throughput(np.full(60, 10), generator.gamma(20.0, mean / 20.0, size=60) + 1) for mean in (2.0, 1.8))
+    base, own = (Throughput(np.full(num, 10), generator.gamma(20.0, mean / 20.0, size=num) + 1) for mean in (2.0, 1.8))
 
     def statistic(base_s, own_s, axis):
         return base_s.sum(axis) / own_s.sum(axis) - 1
@@ -49,11 +50,58 @@ def test_the_interval_is_that_of_scipys_bootstrap():
     settings = {"paired": True, "n_resamples": NUM_RESAMPLES, "rng": np.random.default_rng(0)}
     reference = bootstrap((base.seconds, own.seconds), statistic, **settings)
     gain = gain_over(base, own)
-    assert gain[1:] == pytest.approx((*reference.confidence_interval, reference.standard_error), rel=1e-9)
-    for tokens, faster in (([10, 20, 30], 1.0), ([10, 20, 30], 1.25), ([7], 2.0)):  # every prompt gains alike
-        seconds = np.array(tokens, dtype=float) ** 1.5
-        gain = gain_over(Throughput(np.array(tokens), seconds), Throughput(np.array(tokens), seconds / faster))
-        assert gain[:3] == pytest.approx([faster - 1] * 3, abs=1e-12)
+    factor = t.ppf(0.975, num - 1) / norm.ppf(0.975) * np.sqrt(num / (num - 1))
+    low, high = (gain.value + factor * (end - gain.value) for end in reference.confidence_interval)
+    assert gain[1:] == pytest.approx((low, high, reference.standard_error), rel=1e-9)
+    for faster in (1.0, 1.25):  # every prompt gains alike
+        tokens = np.arange(7, 7 + num)
+        seconds = tokens**1.5
+        gain = gain_over(Throughput(tokens, seconds), Throughput(tokens, seconds / faster))
+        assert gain == pytest.approx((faster - 1, faster - 1, faster - 1, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize("num", [1, 2, MIN_PROMPTS - 1])
+def test_few_prompts_have_a_gain_without_an_interval_and_nothing_is_above_noise(num):
+    tokens, seconds = np.full(num, 10), np.arange(1.0, num + 1)
+    gain = gain_over(Throughput(tokens, seconds), Throughput(tokens, seconds**0.9 / 3))
+    assert (gain.low, gain.high, gain.is_above_noise, gain.is_below_noise) == (None, None, False, False)
+    assert gain.value > 1
+    assert (gain.standard_error is None) == (num == 1)
+    assert gain.text == f"{gain.value:+.1%}"
+    assert gain.words == f"{100 * gain.value:+.1f} %"
+    assert json.loads(json.dumps(gain.speed(2.0)._asdict(), allow_nan=False))["low"] is None
+
+
+@pytest.mark.parametrize("faster", [1.04, 1.02, 0.98])
+def test_as_many_prompts_as_are_needed_have_an_interval_without_0_if_the_gain_stays(faster):
+    """Copies of the same prompts keep gain and deviation."""
+    generator = np.random.default_rng(0)
+    tokens, seconds = np.full(12, 10), generator.gamma(20.0, 0.05, size=12)
+    noisy = seconds * generator.gamma(60.0, 1 / 60.0, size=12)
+    base, own = Throughput(tokens, seconds), Throughput(tokens, noisy * seconds.sum() / noisy.sum() / faster)
+    needed = prompts_needed(gain_over(base, own), 12)
+    few, enough = (np.resize(np.arange(12), round(share * needed / 12) * 12) for share in (0.7, 1.4))
+    for copies, is_settled in ((few, False), (enough, True)):
+        gain = gain_over(base.at(copies), own.at(copies))
+        assert gain.value == pytest.approx(faster - 1)
+        assert (gain.is_above_noise, gain.is_below_noise) == (is_settled and faster > 1, is_settled and faster < 1)
+
+
+TOO_FEW = "test prompts are too few for an interval (at least 10 are needed)"
+SHORTAGES = {
+    "a lead": (Gain(0.031, None, None, 0.068), f"8 {TOO_FEW}; about 180 would settle this lead of +3.1 %: raise it"),
+    "a large lead": (Gain(0.5, None, None, 0.01), f"8 {TOO_FEW}; about 10 would settle this lead of +50.0 %: raise it"),
+    "hardly a lead": (
+        Gain(-1e-5, None, None, 0.01),
+        f"8 {TOO_FEW}; more than 10,000 would settle this lead of -0.0 %: raise it",
+    ),
+    "no deviation": (Gain(0.031, None, None, None), f"8 {TOO_FEW}: raise it"),
+}
+
+
+@pytest.mark.parametrize(("gain", "words"), SHORTAGES.values(), ids=SHORTAGES)
+def test_one_line_says_how_many_prompts_would_settle_a_lead(gain, words):
+    assert shortage(gain, 8, remedy="raise it") == words
 
 
 def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
@@ -81,7 +129,8 @@ def test_a_table_prints_every_cell_under_its_heading_and_what_is_absent_as_nothi
     assert json.loads(json.dumps(table.as_dict())) == {"title": "speeds", "rows": table.rows, "note": "of two"}
     figures = {"gain": 0.25, "gain_low": 0.1, "gain_high": 0.4}
     assert flat({"family": "a", "gain": GAIN, "tokens_per_s": 2.0}) == {"family": "a", **figures, "tokens_per_s": 2.0}
-    assert Gain(0.204, 0.166, -0.004, 0.0).words == "+20 % (17, 0)"
+    assert Gain(0.204, 0.1664, -0.0004, 0.0).words == "+20.4 % (16.6, -0.0)", "the sign of an end is visible"
+    assert flat({"gain": Gain(0.25, None, None, 0.1)}) == {"gain": 0.25, "gain_low": None, "gain_high": None}
     columns = {"policy": ("family", ""), "N": ("num", ","), "speed-up": ("speed_up", ".2f")}
     rows = shown([{"family": "a", "num": 1234, "speed_up": None}], columns)
     assert rows == [{"policy": "a", "N": "1,234", "speed-up": ""}]

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,7 +107,9 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
     gain = third_level_frame([forty(FREE, (0, 10, 3)), forty(free, (20, 4, 2))], Times(0.2, (1.0,), t_micro_s=1.0), {})
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
-    assert here["standard_error"].max() == pytest.approx(0.0)
+    ends = here[["gain", "low", "high"]].dropna()  # every prompt gains alike
+    assert len(ends) > 0
+    assert np.ptp(ends.to_numpy(dtype=float), axis=1) == pytest.approx(0.0)
 
 
 class Loop(StoredLoop):
