@@ -9,10 +9,12 @@ t_stop is what a policy's signals and heads add to a draft step; it depends on t
 t_stop = 0 and t_target(k) = t_target this is the paper's T = t_draft N_draft + t_target N_target, and its latency per
 token is t_draft + t_draft * (discard rate) + (t_target - t_draft) * (verification rate). Verification is not free
 everywhere, so t_target may grow with k. A DSpark draft's round has one forward, of a whole block, whatever k is.
+
+Measured times have errors, relative to the pace of the machine: a factor that all times share changes no gain.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +23,14 @@ from jaxtyping import Float, Int
 from decode.policies.base import JOINT
 from evaluation.gain import Throughput
 from evaluation.played import Array, Played
+from evaluation.regression import least_absolute
 
 RECORDED = "recorded"
 """Origin of times that a published trace brought along."""
-_UNCERTAIN = 0.1
-"""Times with a larger relative error should be measured again."""
+LARGEST_ERROR = 0.1
+"""Times with a larger relative error are measured again: an error of a tenth of a draft step moves a gain by up to five
+points, more than policies differ by.
+"""
 
 
 class StopShares(NamedTuple):
@@ -36,12 +41,20 @@ class StopShares(NamedTuple):
 
 
 class TimeErrors(NamedTuple):
-    """Relative standard errors of the times; given times have none."""
+    """Standard errors of the times; given times have none."""
 
     drafting: float = 0.0
-    verifying: float = 0.0
+    """Relative, of t_draft."""
+    verifying: tuple[float, ...] = ()
+    """Relative, of t_target(k) for k = 0, 1, …"""
     stopping: Mapping[str, float] = {}
-    """By kind of stop."""
+    """Of each kind of stop, in draft steps: a large part of a tiny stop changes nothing."""
+
+    @property
+    def largest(self) -> float:
+        """The largest of the errors that matter; of t_target(k) the median over k."""
+        verifying = float(np.median(self.verifying)) if self.verifying else 0.0
+        return max(self.drafting, verifying, *self.stopping.values())
 
 
 NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
@@ -87,11 +100,9 @@ class Times:
     @property
     def title(self) -> str:
         """In titles of tables and plots: the ratio, origins, and the largest error of the measured times."""
-        # a stop's error counts in draft steps: a large part of a tiny time changes nothing
-        of_stops = (error * self.t_stop_s.get(kind, 0.0) for kind, error in self.errors.stopping.items())
-        error = max(self.errors.drafting, self.errors.verifying, max(of_stops, default=0.0) / self.t_draft_s)
+        error = self.errors.largest
         precision = f"; times ± {100 * error:.0f} %" if error else ""
-        if error > _UNCERTAIN:
+        if error > LARGEST_ERROR:
             precision = "; these times are uncertain: measure them again with `acceptance-heads costs --again`"
         return f"t_target/t_draft = {self.ratio:.2f}, {self.origin}; {self.stop_origin}{precision}"
 
@@ -155,13 +166,31 @@ class Times:
         """Throughput of every setting, all prompts together."""
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
 
+    def sampled(self, generator: np.random.Generator) -> "Times":
+        """These times with errors drawn from their distributions; stops stay at least 0."""
+        errors = self.errors
+        draft_s = self.t_draft_s * float(np.exp(errors.drafting * generator.standard_normal()))
+        verifying = np.zeros(len(self.t_target_s))
+        verifying[: len(errors.verifying)] = errors.verifying
+        target_s = np.asarray(self.t_target_s) * np.exp(verifying * generator.standard_normal(len(verifying)))
+        stops_s = {}
+        for kind, seconds in self.t_stop_s.items():
+            error_s = self.t_draft_s * errors.stopping.get(kind, 0.0)
+            stops_s[kind] = max(0.0, seconds + error_s * float(generator.standard_normal()))
+        return replace(self, t_draft_s=draft_s, t_target_s=tuple(target_s.tolist()), t_stop_s=stops_s)
+
     def line(self, stop_kind: str = "", *, has_blocks: bool = False) -> "LinearCosts":
-        """The line through t_target(1) and t_target at its last k, neither part of it below 0. The stop is part of a
-        draft step, which is paid once a round with `has_blocks`.
+        """The line that is closest to t_target(k) for k >= 1, in absolute deviations weighted by 1 / k, since short
+        drafts are more frequent; neither part of it below 0. The stop is part of a draft step, which is paid once a
+        round with `has_blocks`.
         """
         alone, *longer = self.t_target_s
-        slope = max(0.0, (longer[-1] - longer[0]) / (len(longer) - 1)) if len(longer) > 1 else 0.0
-        start = max(0.0, longer[0] - slope - alone) if longer else 0.0
+        start, slope = max(0.0, longer[0] - alone) if longer else 0.0, 0.0
+        if len(longer) > 1:
+            lengths = np.arange(1, len(longer) + 1)
+            extra_s = np.maximum(0.0, np.array(longer) - alone)
+            columns = np.column_stack([1 / lengths, np.ones(len(lengths))])
+            start, slope = least_absolute(columns, extra_s / lengths).tolist()
         step_s = self.t_draft_s + self.stop_s(stop_kind)
         draft_s, start = (0.0, start + step_s) if has_blocks else (step_s, start)
         return LinearCosts(draft_s, alone, slope, start)

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import isotonic_regression
 
 from decode.loop.batch import BatchRound
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
-from evaluation.costs.measure import Loop, typical
+from evaluation.costs.measure import Loop
+from evaluation.regression import rising
 from evaluation.table import Table, crossed
 from evaluation.turns import in_turns
 
@@ -86,16 +86,13 @@ def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
             draft[round_.steps[0]].append(round_.draft_s / len(round_.steps))
     if not draft:
         raise ValueError("no round of these batches drafted with all of its sequences; measure a fixed length too")
-    return BatchCosts(_rising(draft), _rising(target))
+    return BatchCosts(_thinned(rising(draft)), _thinned(rising(target)))
 
 
-def _rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
-    """Through the typical seconds at each number, at a few numbers spread evenly over those that occurred."""
-    numbers = sorted(seconds)
-    weights = np.array([len(seconds[number]) for number in numbers])
-    fitted = isotonic_regression([typical(seconds[number]) for number in numbers], weights=weights).x
-    points = np.linspace(0, len(numbers) - 1, min(_POINTS, len(numbers))).round().astype(int)
-    return Curve(tuple(float(numbers[at]) for at in points), tuple(float(fitted[at]) for at in points))
+def _thinned(curve: Curve) -> Curve:
+    """A few points of a curve, spread evenly over its numbers."""
+    points = np.linspace(0, len(curve.numbers) - 1, min(_POINTS, len(curve.numbers))).round().astype(int)
+    return Curve(tuple(curve.numbers[at] for at in points), tuple(curve.seconds[at] for at in points))
 
 
 def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -21,7 +21,8 @@ from data_gen.pipeline.plan import duration, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.sets import load, set_of
-from evaluation.costs.machine import ABOUT_TIMING, SKIP, TIMING_S
+from evaluation.costs.machine import ABOUT_TIMING, TIMING_S
+from evaluation.costs.stability import SKIP
 from heads.grid import specs
 from heads.training.command import epochs_of
 from lm import load_config, load_pair_tokenizer

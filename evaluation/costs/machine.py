@@ -1,9 +1,10 @@
 """`acceptance-heads costs`: the times of this machine in the real loop, and what each kind of stop adds (law 4.9).
 
-t_draft and t_target(k) are first quartiles over rounds of real generations, with everything that a draft step and a
+t_draft and t_target(k) are medians over rounds of real generations, with everything that a draft step and a
 verification do. They are measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the first:
 one entry per loop, which is everything that `key_of` names. What an entry lacks (stops of heads that were trained
-since) is measured and added.
+since) is measured and added, as a share of the draft step of its own cycle. Times with large errors are not kept
+(`evaluation.costs.stability`).
 """
 
 import sys
@@ -11,19 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from evaluation.costs import measure, stops
-from evaluation.costs.measure import Loop, costs_of, time_generations
-from evaluation.costs.stops import policies_by_kind, shares_of, time_stops
+from evaluation.costs.measure import Loop, costs_of, time_rounds
+from evaluation.costs.stability import SKIP, stable
+from evaluation.costs.stops import Stop, policies_by_kind, shares_of, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.table import Table, printing, say
 from evaluation.times import RECORDED, TimeErrors, Times, check_ratio
 from store.json_files import KeyedStore
 
 _NUM_PROMPTS = 4
-SKIP = "--decode.t_draft_s SECONDS --decode.t_target_s SECONDS --decode.stop_share size"
 TIMING_S = measure.BUDGET_S + stops.BUDGET_S
 """Seconds that the timing of a machine takes unless its models are large."""
 ABOUT_TIMING = f"about {round(TIMING_S)} s on a small pair"
@@ -32,7 +35,7 @@ _SHOWN = (0, 1, 2, 5, 10, 20)
 """k of t_target(k) in the table."""
 _WORTHWHILE = 3
 """Draft forwards that a target forward must cost for stops to be worth much."""
-_MEASURED = ("t_draft_s", "t_target_s", "origin", "errors", "stops")
+_MEASURED = ("t_draft_s", "t_target_s", "origin", "errors")
 
 
 def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
@@ -45,15 +48,18 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
     """
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
-    step_s, target_s = times["t_draft_s"], times["t_target_s"]
-    seconds = {"t_draft": step_s} | {f"t_target({k})": target_s[k] for k in _SHOWN if k < len(target_s)}
+    step_s, target_s, errors = times["t_draft_s"], times["t_target_s"], times["errors"]
+    seconds = {"t_draft": (step_s, errors["drafting"])}
+    for k in _SHOWN:
+        if k < len(target_s):
+            seconds[f"t_target({k})"] = target_s[k], errors["verifying"][k]
     rows = [
-        {"stop": kind, "us": f"{1e6 * stop_s:.1f}", "± us": f"{1e6 * error_s:.1f}"}
-        | {"% of a draft step": f"{100 * stop_s / step_s:.1f}"}
-        for kind, (stop_s, error_s) in sorted(times["stops"].items(), key=lambda entry: entry[1][0])
+        {"stop": kind, "us": f"{1e6 * share * step_s:.1f}", "± us": f"{1e6 * error * step_s:.1f}"}
+        | {"% of a draft step": f"{100 * share:.1f}"}
+        for kind, (share, error) in sorted(times["stop_shares"].items(), key=lambda entry: entry[1][0])
     ]
     with printing(json) as publish:
-        forwards = {name: f"{1e3 * value:.3f}" for name, value in seconds.items()}
+        forwards = {name: f"{1e3 * value:.3f} ± {error:.1%}" for name, (value, error) in seconds.items()}
         Table("milliseconds per forward in the loop", [forwards], names=0).print()
         Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows).print()
         print(f"kept in {kept_costs(experiment.directory).path}, where evaluate and tune find them")
@@ -66,9 +72,9 @@ def verdict_of(times: Mapping[str, Any]) -> str:
     """What these times mean for speculation, in a sentence or two."""
     ratio = times["t_target_s"][0] / times["t_draft_s"]
     sentence = f"On this machine a target forward costs {ratio:.1f} draft forwards"
-    if times["stops"]:
-        kind, (seconds, _) = max(times["stops"].items(), key=lambda entry: entry[1][0])
-        sentence += f", and the most expensive stop, {kind}, adds {seconds / times['t_draft_s']:.0%} to a draft step"
+    if times["stop_shares"]:
+        kind, (share, _) = max(times["stop_shares"].items(), key=lambda entry: entry[1][0])
+        sentence += f", and the most expensive stop, {kind}, adds {share:.0%} to a draft step"
     cheap = f" Below about {_WORTHWHILE} a saved verification is cheap: expect little of any policy."
     return f"{sentence}.{cheap if ratio < _WORTHWHILE else ''}"
 
@@ -110,14 +116,28 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
 
 def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
     """The times of an entry; a stop that was not timed has its share by size."""
-    step_s, origin = entry["t_draft_s"], "stops measured"
-    stop_s = {kind: seconds for kind, (seconds, _) in entry["stops"].items()}
-    shares = shares_of(experiment, policies, {kind: seconds / step_s for kind, seconds in stop_s.items()})
+    step_s, origin, measured = entry["t_draft_s"], "stops measured", _stop_shares(entry)
+    stop_s = {kind: share * step_s for kind, (share, _) in measured.items()}
+    shares = shares_of(experiment, policies, {kind: share for kind, (share, _) in measured.items()})
     if untimed := {kind: shares.of.get(kind, 0.0) * step_s for kind in policies if kind not in stop_s}:
         stop_s, origin = stop_s | untimed, f"this stop not timed: {shares.origin}"
-    stopping = {kind: error_s / seconds for kind, (seconds, error_s) in entry["stops"].items() if seconds}
-    errors = TimeErrors(**entry["errors"], stopping=stopping)
+    errors = errors_of(entry)._replace(stopping={kind: error for kind, (_, error) in measured.items()})
     return Times(step_s, tuple(entry["t_target_s"]), entry["origin"], stop_s, origin, shares, errors)
+
+
+def _stop_shares(entry: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Kind of stop -> its share of a draft step and the error of that; entries of earlier versions have seconds."""
+    step_s, of_kinds = 1.0, entry.get("stop_shares")
+    if of_kinds is None:
+        step_s, of_kinds = entry["t_draft_s"], entry.get("stops", {})
+    return {kind: (value / step_s, error / step_s) for kind, (value, error) in of_kinds.items()}
+
+
+def errors_of(entry: Mapping[str, Any]) -> TimeErrors:
+    """The errors of an entry without those of stops; entries of earlier versions have one for all k."""
+    of_entry, num = entry["errors"], len(entry["t_target_s"])
+    verifying = np.broadcast_to(of_entry.get("verifying", 0.0), num)
+    return TimeErrors(of_entry.get("drafting", 0.0), tuple(verifying.tolist()))
 
 
 def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: bool = False) -> dict[str, Any]:
@@ -126,7 +146,7 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     """
     store, key = kept_costs(experiment.directory), key_of(experiment)
     entry = None if again else store.get(key)
-    missing = {kind: policy for kind, policy in policies.items() if entry is None or kind not in entry["stops"]}
+    missing = {kind: policy for kind, policy in policies.items() if entry is None or kind not in entry["stop_shares"]}
     if entry is None or missing:
         loop = loop_of(experiment)
         print(
@@ -135,17 +155,29 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
             file=sys.stderr,
             flush=True,
         )
-        entry = entry or entry_of(costs_of(time_generations(loop), loop.max_draft_length))
-        entry["stops"] |= time_stops(loop, missing)
+        entry = entry or entry_of(stable(lambda: costs_of(time_rounds(loop), loop.max_draft_length), largest_errors))
+        stopping = stable(lambda: time_stops(loop, missing), largest_of_stops)
+        entry["stop_shares"] |= stopping
         store.keep([(key, entry)])
     return entry
 
 
+def largest_errors(times: Times) -> dict[str, float]:
+    """Time -> its error; of t_target(k) the median over k."""
+    errors = times.errors
+    return {"t_draft": errors.drafting, "t_target": errors._replace(drafting=0.0, stopping={}).largest}
+
+
+def largest_of_stops(stops_: Mapping[str, Stop]) -> dict[str, float]:
+    """Stop -> its error, in draft steps."""
+    return {f"the stop of {kind}, in draft steps,": error for kind, (_, error) in stops_.items()}
+
+
 def entry_of(times: Times) -> dict[str, Any]:
     """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
-    errors = {"drafting": times.errors.drafting, "verifying": times.errors.verifying}
+    errors = {"drafting": times.errors.drafting, "verifying": list(times.errors.verifying)}
     entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin}
-    return entry | {"errors": errors, "stops": {}}
+    return entry | {"errors": errors, "stop_shares": {}}
 
 
 def loop_of(experiment: Experiment) -> Loop:

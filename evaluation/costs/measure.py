@@ -1,19 +1,25 @@
 """t_draft and t_target(k) of this machine, measured inside the real loop.
 
-Generations with drafts of several fixed lengths take turns; each round reports the seconds of its draft and of its
-verification. A line through the first quartiles at each k is fitted to either, so that one noisy k cannot bend it:
+A turn is one round of each draft length, in a random order, in real generations; so long drafts are timed as often as
+short ones. Each round reports the seconds of its draft and of its verification. The machine's pace changes from turn to
+turn, so a round is compared with its own turn:
 
-    draft of k forwards        begin + t_draft k
-    verification of k tokens   start + slope k
+    pace                     median over a turn's rounds of seconds / (median seconds of that length)
+    draft of k forwards      begin + t_draft k: a line through the medians of (seconds / pace)
+    verification of k        medians of (seconds / pace), made monotone; linear between two lengths that were timed
 
-What a draft takes whatever its length is paid once a round, so t_target(k) = start + begin + slope k for k > 0. A block
-of which k tokens are drawn takes begin + each k: t_draft = begin + each, and each (k - 1) is part of t_target(k).
+What a draft takes whatever its length is paid once a round, so t_target(k) includes begin for k > 0. A block of which k
+tokens are drawn takes begin + each k: t_draft = begin + each, and each (k - 1) is part of t_target(k).
+
+The error of a time is the standard deviation over bootstrap resamples of turns, or half the difference between the
+halves of the run if that is larger, since a machine may change for good in the middle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,21 +28,24 @@ from jaxtyping import Float
 
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from decode.loop.decoder import Generation, SpeculativeDecoder
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.rounds import Round
 from decode.policies import FixedLength, Policy
+from evaluation.regression import rising
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
-from evaluation.turns import in_turns, turns_within
+from evaluation.turns import turns_within
 from lm import Pair, Sampling
 
-TIMED_LENGTHS = (0, 1, 2, 4, 7, 11, 16, 20)
-TOKENS = 24
-"""Tokens of a generation that is timed."""
-BUDGET_S = 9.0
-"""Seconds that generations are timed for; longer where `FEWEST_TURNS` take longer."""
-FEWEST_TURNS = 3
-"""Generations of each length at the least."""
+BUDGET_S = 13.0
+"""Seconds that rounds are timed for; longer where `FEWEST_TURNS` take longer."""
+FEWEST_TURNS = 10
+_EACH_UP_TO, _GROWTH = 20, 1.25
+"""Every length up to the first number is timed, and of longer ones each this many times the one before."""
+_MOST_FRUITLESS = 20
+"""Generations without a round that can be timed, before timing stops."""
 _RESAMPLES = 100
+_NEEDED = "costs need rounds with and without drafts after the first; raise decode.max_new_tokens, or give decode.t_*_s"
 
 AnyLoop = TypeVar("AnyLoop", bound="Loop")
 
@@ -78,79 +87,112 @@ class Loop:
         return PairModels(self.pair)
 
 
-def time_generations(loop: Loop) -> list[Generation]:
-    """Real generations with the fixed draft lengths up to the longest draft, in turns, after a warm-up."""
-    lengths = {min(k, loop.max_draft_length) for k in TIMED_LENGTHS}
-    decoders = [loop.decoder(FixedLength(k)) for k in sorted(lengths)]
-    num_tokens, generator = min(TOKENS, loop.max_new_tokens), torch.Generator().manual_seed(0)
-    decoders[-1].generate(loop.prompts[0], num_tokens, generator=generator)
-    turns = turns_within(BUDGET_S, FEWEST_TURNS, desc="costs: t_draft and t_target", unit="turns")
-    return [
-        decoder.generate(prompt, num_tokens, generator=generator)
-        for prompt, order in in_turns(decoders, (loop.prompts[turn % len(loop.prompts)] for turn in turns))
-        for decoder in order
-    ]
+def timed_lengths(longest: int) -> list[int]:
+    """The draft lengths that are timed: 0, 1, …, and few of the very long ones."""
+    lengths = list(range(min(longest, _EACH_UP_TO) + 1))
+    while lengths[-1] < longest:
+        lengths.append(min(longest, int(_GROWTH * lengths[-1])))
+    return lengths
 
 
-def costs_of(generations: Sequence[Generation], max_draft_length: int) -> Times:
-    """Times from rounds of real generations with drafts of several lengths, 0 among them; the first round of each,
-    which reads the prompt, is left out, and ValueError if there is no other. `max_draft_length` is the last k of
-    t_target(k). Errors: bootstrap of the generations of each length, since the machine's speed changes from one to the
-    next.
+def time_rounds(loop: Loop) -> list[list[Round]]:
+    """Turns of rounds, each with one round of every timed length, after a warm-up; near the end of a generation fewer
+    tokens than that may be left to draft. ValueError for a loop whose generations have too few tokens.
     """
-    of_length: dict[int, list[Array]] = {}
-    for generation in generations:
-        rows = [
-            (round_.counts.num_draft_forwards, len(round_.drafted), round_.draft_s, round_.target_s)
-            for round_ in generation.rounds[1:]
-        ]
-        longest = max(len(round_.drafted) for round_ in generation.rounds)
-        of_length.setdefault(longest, []).append(np.array(rows, dtype=np.float64).reshape(-1, 4))
-    groups, generator = list(of_length.values()), np.random.default_rng(0)
-    drawn = (
-        [members[index] for members in groups for index in generator.integers(len(members), size=len(members))]
-        for _ in range(_RESAMPLES)
-    )
-    measured, *resampled = (_times_of(sample, max_draft_length) for sample in (list(chain(*groups)), *drawn))
-    draft_s, target_s = (np.array(times) for times in zip(*resampled, strict=True))
-    errors = TimeErrors(float(draft_s.std() / draft_s.mean()), float((target_s / target_s.mean(0)).mean(1).std()))
-    return Times(*measured, "measured", errors=errors)
+    longest = min(loop.max_draft_length, loop.max_new_tokens - 1)
+    if longest < 1:
+        raise ValueError(_NEEDED)
+    lengths = timed_lengths(longest)
+    with closing(_rounds(loop, lengths)) as rounds:
+        list(islice(rounds, len(lengths)))  # a warm-up
+        turns = turns_within(BUDGET_S, FEWEST_TURNS, desc="costs: t_draft and t_target", unit="turns")
+        return [list(islice(rounds, len(lengths))) for _ in turns]
 
 
-def _times_of(generations: Sequence[Float[Array, "_ 4"]], max_draft_length: int) -> tuple[float, tuple[float, ...]]:
-    """(t_draft, t_target(k) for k = 0, 1, …), from rows of (forwards, tokens, seconds of draft and of verification)."""
-    forwards, drafted, draft_s, target_s = np.concatenate(generations).T
+def _rounds(loop: Loop, lengths: Sequence[int]) -> Generator[Round, None, None]:
+    """Endless rounds with these draft lengths, each once in every turn; rounds that read a prompt are left out."""
+    decoder, order = loop.decoder(FixedLength(lengths[-1])), np.random.default_rng(0)
+    scheduled = (int(length) for _ in cycle([None]) for length in order.permutation(lengths))
+    generator, num_fruitless = torch.Generator().manual_seed(0), 0
+    for prompt in cycle(loop.prompts):
+        decoder.max_draft_length, has_drafted = 1, False
+        num_fruitless += 1
+        for round_ in decoder.stream(prompt, loop.max_new_tokens, generator=generator):
+            if has_drafted:
+                num_fruitless = 0
+                yield round_
+            # the draft reads the prompt in its first round, which for a feature draft is not the target's first
+            has_drafted = has_drafted or round_.counts.num_draft_forwards > 0
+            if has_drafted:
+                decoder.max_draft_length = next(scheduled)
+        if num_fruitless > _MOST_FRUITLESS:
+            raise ValueError(_NEEDED)
+
+
+def costs_of(turns: Sequence[Sequence[Round]], max_draft_length: int) -> Times:
+    """Times with their errors, from turns of rounds with drafts of several lengths, 0 among them; ValueError where
+    drafts of either kind are missing. `max_draft_length` is the last k of t_target(k).
+    """
+    rows = _at_one_pace([_rows_of(turn) for turn in turns])
+    measured_s = _times_of(rows, max_draft_length)
+    drawn = np.random.default_rng(0).integers(len(rows), size=(_RESAMPLES, len(rows)))
+    resampled_s = [_times_of([rows[turn] for turn in sample], max_draft_length) for sample in drawn]
+    errors = np.std(resampled_s, axis=0)
+    if len(rows) > 1:
+        middle = len(rows) // 2
+        first_s, second_s = (_times_of(half, max_draft_length) for half in (rows[:middle], rows[middle:]))
+        errors = np.maximum(errors, abs(first_s - second_s) / 2)
+    relative = (errors / measured_s).tolist()
+    t_draft_s, *t_target_s = measured_s.tolist()
+    return Times(t_draft_s, tuple(t_target_s), "measured", errors=TimeErrors(relative[0], tuple(relative[1:])))
+
+
+def _rows_of(turn: Sequence[Round]) -> Float[Array, "round 4"]:
+    """Draft forwards, drafted tokens, seconds of the draft and of the verification."""
+    rows = [(round_.counts.num_draft_forwards, len(round_.drafted), round_.draft_s, round_.target_s) for round_ in turn]
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+
+def _at_one_pace(turns: Sequence[Float[Array, "_ 4"]]) -> list[Float[Array, "_ 4"]]:
+    """The rows of every turn, with seconds over the turn's pace."""
+    every = np.concatenate(turns)
+    totals_s = every[:, 2] + every[:, 3]
+    typical_s = {length: np.median(totals_s[every[:, 1] == length]) for length in np.unique(every[:, 1])}
+    paced = []
+    for rows in turns:
+        usual_s = [typical_s[length] for length in rows[:, 1]]
+        pace = np.median((rows[:, 2] + rows[:, 3]) / usual_s) if len(rows) else 1.0
+        paced.append(rows / [1.0, 1.0, pace, pace])
+    return paced
+
+
+def _times_of(turns: Sequence[Float[Array, "_ 4"]], max_draft_length: int) -> Float[Array, " time"]:
+    """[t_draft, t_target(0), t_target(1), …], from rows as `_rows_of` has them."""
+    forwards, drafted, draft_s, target_s = np.concatenate(turns).T
     is_drafting = forwards > 0
     if not is_drafting.any() or is_drafting.all():
-        raise ValueError(
-            "costs need generations of several rounds, some without drafts; give longer max_new_tokens, or decode.t_*_s"
-        )
-    alone_s = typical(target_s[~is_drafting]) + typical(draft_s[~is_drafting])
+        raise ValueError(_NEEDED)
+    alone_s = float(np.median((target_s + draft_s)[~is_drafting]))
     forwards, drafted, draft_s, target_s = (column[is_drafting] for column in (forwards, drafted, draft_s, target_s))
     has_blocks, each_s = bool((drafted > forwards).any()), 0.0
     begin_s, t_draft_s = _line(drafted if has_blocks else forwards, draft_s)
     if has_blocks:
         begin_s, t_draft_s, each_s = 0.0, begin_s + t_draft_s, t_draft_s
     elif begin_s <= 0 or t_draft_s <= 0:  # one length only, or noise
-        begin_s, t_draft_s = 0.0, typical(draft_s / forwards)
-    start_s, slope_s = _line(drafted, target_s)
+        begin_s, t_draft_s = 0.0, float(np.median(draft_s / forwards))
+    verified = rising({int(length): target_s[drafted == length].tolist() for length in np.unique(drafted)})
     lengths = np.arange(1, max_draft_length + 1)
-    longer_s = start_s + slope_s * lengths + begin_s + each_s * (lengths - 1)
+    longer_s = verified(lengths) + begin_s + each_s * (lengths - 1)
     # verifying drafted tokens never costs less than verifying none
-    return t_draft_s, (alone_s, *np.maximum(alone_s, longer_s).tolist())
+    return np.array([t_draft_s, alone_s, *np.maximum(alone_s, longer_s)])
 
 
 def _line(lengths: Float[Array, " round"], seconds: Float[Array, " round"]) -> tuple[float, float]:
-    """(a, b) of a + b k through the typical seconds at each k, weighted by its number of rounds; b is never below 0."""
+    """(a, b) of a + b k through the median seconds at each k, weighted by its number of rounds; b is never below 0."""
     distinct, counts = np.unique(lengths, return_counts=True)
     if len(distinct) > 1:
-        typicals = [typical(seconds[lengths == length]) for length in distinct]
-        slope, offset = np.polyfit(distinct, typicals, 1, w=np.sqrt(counts))
+        medians = [np.median(seconds[lengths == length]) for length in distinct]
+        slope, offset = np.polyfit(distinct, medians, 1, w=np.sqrt(counts))
         if slope > 0:
             return float(offset), float(slope)
-    return typical(seconds), 0.0  # one length only, or noise
-
-
-def typical(values: Sequence[float] | Float[Array, " value"]) -> float:
-    """The first quartile: other work on the machine lengthens a time, and nothing shortens it."""
-    return float(np.quantile(values, 0.25))
+    return float(np.median(seconds)), 0.0  # one length only, or noise

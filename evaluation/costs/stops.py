@@ -5,8 +5,10 @@ by the work of the stop. The target verifies each draft, which is then discarded
 few of the fixed length, in a new order every time. The machine's speed changes from cycle to cycle, so each draft is
 compared with its own cycle:
 
-    r = seconds per draft step / median of the cycle        t_stop = (median r of the kind - median r of the fixed
-                                                                     length) * t_draft
+    r = seconds per draft step / median of the cycle
+    t_stop / t_draft = median r of the kind / median r of the fixed length - 1
+
+The share is kept, and not the seconds: a stop that is timed on a busy day counts as the same part of a draft step.
 
 Cycles continue for `BUDGET_S` seconds: more kinds take no longer, and are less sure, which their errors say.
 
@@ -22,6 +24,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 
 from decode.experiment import Experiment
 from decode.loop.drafter import ModelDrafter
@@ -29,7 +32,7 @@ from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, policy_of
-from evaluation.costs.measure import Loop, typical
+from evaluation.costs.measure import Loop
 from evaluation.times import StopShares
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
@@ -48,7 +51,7 @@ _RESAMPLES = 200
 Draft = tuple[str, float]
 """A timed draft: the kind of its stop, and the seconds of a draft step; of a DSpark draft, of its whole block."""
 Stop = tuple[float, float]
-"""(seconds that a stop adds to a draft step, their standard error)."""
+"""(what a stop adds to a draft step, over the step's seconds; its standard error)."""
 
 
 def unstopping(policy: Policy) -> Policy:
@@ -130,18 +133,33 @@ def drafted_length(loop: Loop) -> int:
 
 
 def stops_of(cycles: Sequence[Sequence[Draft]], kinds: Sequence[str]) -> dict[str, Stop]:
-    """The stops in these cycles; errors by resamples of cycles, the same for all kinds."""
-    levels_s = [median(step_s for _, step_s in cycle) for cycle in cycles]
-    drawn = np.random.default_rng(0).integers(len(cycles), size=(_RESAMPLES, len(cycles)))
-    samples = np.vstack([np.arange(len(cycles)), drawn])
-    medians = {}
-    for kind in (FIXED, *kinds):
-        timed = zip(cycles, levels_s, strict=True)
-        steps = np.array([[step_s / level_s for name, step_s in cycle if name == kind] for cycle, level_s in timed])
-        medians[kind] = np.median(steps[samples], axis=(1, 2))
-    fixed, unit_s = medians.pop(FIXED), typical(levels_s)  # as t_draft is: of the machine at its best
-    added_s = {kind: unit_s * (steps - fixed) for kind, steps in medians.items()}
-    return {kind: (max(0.0, float(seconds[0])), float(seconds[1:].std())) for kind, seconds in added_s.items()}
+    """The stops in these cycles; an error is that of resamples of cycles, the same for all kinds, or half the
+    difference between the halves of the run.
+    """
+    num = len(cycles)
+    steps = {kind: np.array([_steps_of(kind, cycle) for cycle in cycles]) for kind in (FIXED, *kinds)}
+    drawn = np.random.default_rng(0).integers(num, size=(_RESAMPLES, num))
+    stops = {}
+    for kind in kinds:
+        error = float(np.std([_share_of(kind, steps, sample) for sample in drawn]))
+        if num > 1:
+            first, second = (_share_of(kind, steps, half) for half in np.array_split(np.arange(num), 2))
+            error = max(error, abs(first - second) / 2)
+        stops[kind] = max(0.0, _share_of(kind, steps, np.arange(num))), error
+    return stops
+
+
+def _steps_of(kind: str, cycle: Sequence[Draft]) -> list[float]:
+    """Seconds of a draft step of this kind, over the median of the cycle."""
+    level_s = median(step_s for _, step_s in cycle)
+    return [step_s / level_s for name, step_s in cycle if name == kind]
+
+
+def _share_of(
+    kind: str, steps: Mapping[str, Float[np.ndarray, "cycle step"]], cycles: Int[np.ndarray, " cycle"]
+) -> float:
+    """What a stop adds to a draft step in these cycles, over the step's seconds."""
+    return float(np.median(steps[kind][cycles]) / np.median(steps[FIXED][cycles]) - 1)
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

@@ -24,10 +24,11 @@ from configs.paths import local_path
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.bench.arms import Timed, assisted, constant, warm_up
-from evaluation.costs.machine import costs_for, entry_of, kept_costs, key_of, loop_of
+from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
+from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.flag_types import Milliseconds
-from evaluation.hierarchies.times import least_absolute
+from evaluation.regression import least_absolute
 from evaluation.times import TimeErrors, Times
 from evaluation.turns import in_turns, turns_within
 from lm import Pair
@@ -135,9 +136,9 @@ def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times
         return ours
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
     if (entry := store.get(key)) is None:
-        entry = entry_of(_measured(experiment))
+        entry = entry_of(stable(lambda: _measured(experiment), largest_errors))
         store.keep([(key, entry)])
-    errors = TimeErrors(**entry["errors"], stopping=ours.errors.stopping)
+    errors = errors_of(entry)._replace(stopping=ours.errors.stopping)
     target_s = tuple(entry["t_target_s"])
     return replace(ours, t_draft_s=entry["t_draft_s"], t_target_s=target_s, origin=entry["origin"], errors=errors)
 
@@ -174,5 +175,5 @@ def fitted(runs: Sequence[Run]) -> Times:
     deviation = 1.48 * np.median(np.abs(columns @ times - ones))  # that of normal residuals of this median size
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
     draft_s, verify_s, plain_s, _ = times.tolist()
-    relative = TimeErrors(errors[0] / draft_s, max(errors[1] / verify_s, errors[2] / plain_s))
+    relative = TimeErrors(float(errors[0] / draft_s), (float(errors[2] / plain_s), float(errors[1] / verify_s)))
     return Times(draft_s, (plain_s, verify_s), "measured in transformers", errors=relative)

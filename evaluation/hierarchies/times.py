@@ -19,14 +19,13 @@ from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import nnls
 
 from decode.loop.rounds import Counts
 from evaluation.hierarchies.decoded import Decoded
 from evaluation.played import Array, Played
+from evaluation.regression import least_absolute
 from evaluation.times import Times
 
-_REWEIGHTINGS = 30
 Columns = Callable[[Played], Sequence[Array]]
 """The counts, [setting, prompt], that seconds are explained by."""
 
@@ -96,15 +95,3 @@ def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) ->
     residual = total - draft_counts @ step_s - target_counts @ verify_s
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum() or 1.0)
     return step_s.tolist(), verify_s.tolist(), r2
-
-
-def least_absolute(
-    forwards: Float[np.ndarray, "generation model"], seconds: Float[np.ndarray, " generation"]
-) -> Float[np.ndarray, " model"]:
-    """argmin over times >= 0 of the sum of |seconds - forwards @ times|, by reweighted least squares."""
-    weights = np.ones_like(seconds)
-    for _ in range(_REWEIGHTINGS):
-        times, _ = nnls(forwards * weights[:, None], seconds * weights)
-        # Squares weighted by 1 / |residual| are absolute values; the floor keeps an exact fit from an infinite weight.
-        weights = 1 / np.sqrt(np.maximum(np.abs(seconds - forwards @ times), 1e-4 * np.median(seconds) + 1e-12))
-    return np.asarray(times)

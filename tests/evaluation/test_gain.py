@@ -109,8 +109,8 @@ def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
     sure = Times(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
     assert "±" not in sure.title
     again = "these times are uncertain: measure them again with `acceptance-heads costs --again`"
-    for error, precision in ((0.2, "times ± 3 %"), (0.5, "times ± 5 %"), (2.99, again)):
-        unsure = replace(sure, errors=TimeErrors(0.02, 0.031, {"entropy": error, "token_prob": 0.1}))
+    for error, precision in ((0.02, "times ± 3 %"), (0.05, "times ± 5 %"), (0.299, again)):
+        unsure = replace(sure, errors=TimeErrors(0.02, (0.031, 0.031), {"entropy": error, "token_prob": 0.01}))
         assert [unsure.stop_s(kind) for kind in ("entropy", "entropy & token_prob")] == [0.001, 0.001]
         assert unsure.title == f"t_target/t_draft = 2.00, measured; stops measured; {precision}"
 

@@ -173,14 +173,16 @@ def test_costs_are_printed_and_kept_say_what_they_mean_and_broken_ones_name_thei
     lines, document = printed(capsys, "costs", *flags)
     for row in ("drawn-d0", "entropy"):
         assert sum(f" {row} " in line and "│" in line for line in lines) == 1
+    assert all(0 < error < 1 for error in document["errors"]["verifying"])
+    assert sum(len(re.findall(r"\d ± \d+\.\d%", line)) for line in lines) == 5, "t_draft, t_target(0), (1), (2), (5)"
     assert len(document["t_target_s"]) == 7
     assert lines[-1] == "next: acceptance-heads evaluate --config …"
     assert printed(capsys, "costs", *flags)[1] == document
-    times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stops": {"entropy": (2e-5, 0.0), "drawn": (1e-4, 0.0)}}
+    times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stop_shares": {"entropy": (0.02, 0), "drawn": (0.1, 0)}}
     sentence = costs_verdict(times)
     assert "costs 5.0 draft forwards, and the most expensive stop, drawn, adds 10% to a draft step." in sentence
     assert "expect little" not in sentence
-    assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stops": {}})
+    assert "expect little of any policy" in costs_verdict(times | {"t_target_s": [0.002], "stop_shares": {}})
     store = kept_costs(tmp_path)
     for text in ('{"loop": {', '{"key": {}, "value": {"t_draft_s": 1.0}}', "null"):
         store.path.write_text(f"{text}\n")
@@ -195,8 +197,9 @@ def test_a_head_that_was_trained_since_is_timed_and_nothing_else(flags, tmp_path
     before = printed(capsys, "costs", *flags)[1]
     AcceptanceHead(96, 1, "drawn").save_pretrained(heads / "exported" / "deeper")
     after = printed(capsys, "costs", *flags)[1]
-    assert set(after["stops"]) == set(before["stops"]) | {"drawn-d1"}
-    assert {kind: after["stops"][kind] for kind in before["stops"]} == before["stops"]
+    shares, earlier = after["stop_shares"], before["stop_shares"]
+    assert set(shares) == set(earlier) | {"drawn-d1"}
+    assert {kind: shares[kind] for kind in earlier} == earlier
     assert after["t_draft_s"] == before["t_draft_s"]
 
 

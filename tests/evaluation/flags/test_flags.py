@@ -307,4 +307,4 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
     assert times.t_draft_s == pytest.approx(0.003, rel=0.02)
     assert times.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
     assert 0 < times.errors.drafting < 0.05
-    assert 0 < times.errors.verifying < 0.05
+    assert all(0 < error < 0.05 for error in times.errors.verifying)

@@ -117,6 +117,10 @@ def test_times_of_the_rule_are_those_of_the_cost_model_and_it_pays_for_its_own_s
     rule = Auto(ScoreHead("perfect", "drawn"), **times._asdict())  # type: ignore[arg-type]
     state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
     assert state[4] - rule.start()[4] == pytest.approx(3 * 0.1 + cost.target_s(np.array([3]))[0])
+    concave = Times(0.1, tuple(20 + 16 * (1 - np.exp(-k / 3)) for k in range(21))).line()
+    lengths = np.arange(1, 9)
+    of_line = sum(concave[1:]) + concave.t_verify_s * (lengths - 1)
+    assert abs(of_line / (20 + 16 * (1 - np.exp(-lengths / 3))) - 1).max() < 0.12, "near at the lengths in use"
     head = AcceptanceHead(4, 1, "drawn")
     cost = Times(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
     assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)

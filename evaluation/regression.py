@@ -1,0 +1,32 @@
+"""Robust fits of seconds: least absolute deviations, and a curve that never falls."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import isotonic_regression, nnls
+
+from decode.policies.batch import Curve
+
+_REWEIGHTINGS = 30
+
+
+def least_absolute(
+    columns: Float[np.ndarray, "row column"], seconds: Float[np.ndarray, " row"]
+) -> Float[np.ndarray, " column"]:
+    """argmin over times >= 0 of the sum of |seconds - columns @ times|, by reweighted least squares."""
+    weights = np.ones_like(seconds)
+    for _ in range(_REWEIGHTINGS):
+        times, _ = nnls(columns * weights[:, None], seconds * weights)
+        # Squares weighted by 1 / |residual| are absolute values; the floor keeps an exact fit from an infinite weight.
+        weights = 1 / np.sqrt(np.maximum(np.abs(seconds - columns @ times), 1e-4 * np.median(seconds) + 1e-12))
+    return np.asarray(times)
+
+
+def rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
+    """The medians of the seconds at each number, made monotone: numbers whose medians fall share their mean."""
+    numbers = sorted(seconds)
+    medians = [float(np.median(seconds[number])) for number in numbers]
+    weights = [float(len(seconds[number])) for number in numbers]
+    fitted = isotonic_regression(medians, weights=weights).x
+    return Curve(tuple(map(float, numbers)), tuple(map(float, fitted)))
