@@ -185,7 +185,8 @@ class Times:
         round with `has_blocks`.
         """
         alone, *longer = self.t_target_s
-        start, slope = max(0.0, longer[0] - alone) if longer else 0.0, 0.0
+        start = max(0.0, longer[0] - alone) if longer else 0.0
+        slope = 0.0
         if len(longer) > 1:
             lengths = np.arange(1, len(longer) + 1)
             extra_s = np.maximum(0.0, np.array(longer) - alone)

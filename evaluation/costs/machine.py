@@ -48,7 +48,9 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
     """
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
-    step_s, target_s, errors = times["t_draft_s"], times["t_target_s"], times["errors"]
+    step_s = times["t_draft_s"]
+    target_s = times["t_target_s"]
+    errors = times["errors"]
     seconds = {"t_draft": (step_s, errors["drafting"])}
     for k in _SHOWN:
         if k < len(target_s):
@@ -116,27 +118,32 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
 
 def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:
     """The times of an entry; a stop that was not timed has its share by size."""
-    step_s, origin, measured = entry["t_draft_s"], "stops measured", _stop_shares(entry)
+    step_s = entry["t_draft_s"]
+    measured = _stop_shares(entry)
     stop_s = {kind: share * step_s for kind, (share, _) in measured.items()}
     shares = shares_of(experiment, policies, {kind: share for kind, (share, _) in measured.items()})
+    origin = "stops measured"
     if untimed := {kind: shares.of.get(kind, 0.0) * step_s for kind in policies if kind not in stop_s}:
-        stop_s, origin = stop_s | untimed, f"this stop not timed: {shares.origin}"
+        stop_s |= untimed
+        origin = f"this stop not timed: {shares.origin}"
     errors = errors_of(entry)._replace(stopping={kind: error for kind, (_, error) in measured.items()})
     return Times(step_s, tuple(entry["t_target_s"]), entry["origin"], stop_s, origin, shares, errors)
 
 
 def _stop_shares(entry: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Kind of stop -> its share of a draft step and the error of that; entries of earlier versions have seconds."""
-    step_s, of_kinds = 1.0, entry.get("stop_shares")
+    step_s = 1.0
+    of_kinds = entry.get("stop_shares")
     if of_kinds is None:
-        step_s, of_kinds = entry["t_draft_s"], entry.get("stops", {})
+        step_s = entry["t_draft_s"]
+        of_kinds = entry.get("stops", {})
     return {kind: (value / step_s, error / step_s) for kind, (value, error) in of_kinds.items()}
 
 
 def errors_of(entry: Mapping[str, Any]) -> TimeErrors:
     """The errors of an entry without those of stops; entries of earlier versions have one for all k."""
-    of_entry, num = entry["errors"], len(entry["t_target_s"])
-    verifying = np.broadcast_to(of_entry.get("verifying", 0.0), num)
+    of_entry = entry["errors"]
+    verifying = np.broadcast_to(of_entry.get("verifying", 0.0), len(entry["t_target_s"]))
     return TimeErrors(of_entry.get("drafting", 0.0), tuple(verifying.tolist()))
 
 

@@ -40,8 +40,10 @@ from lm import Pair, Sampling
 BUDGET_S = 13.0
 """Seconds that rounds are timed for; longer where `FEWEST_TURNS` take longer."""
 FEWEST_TURNS = 10
-_EACH_UP_TO, _GROWTH = 20, 1.25
-"""Every length up to the first number is timed, and of longer ones each this many times the one before."""
+_EACH_UP_TO = 20
+"""Every length up to this one is timed."""
+_GROWTH = 1.25
+"""Of longer ones, each is this many times the one before."""
 _MOST_FRUITLESS = 20
 """Generations without a round that can be timed, before timing stops."""
 _RESAMPLES = 100
@@ -111,11 +113,14 @@ def time_rounds(loop: Loop) -> list[list[Round]]:
 
 def _rounds(loop: Loop, lengths: Sequence[int]) -> Generator[Round, None, None]:
     """Endless rounds with these draft lengths, each once in every turn; rounds that read a prompt are left out."""
-    decoder, order = loop.decoder(FixedLength(lengths[-1])), np.random.default_rng(0)
+    decoder = loop.decoder(FixedLength(lengths[-1]))
+    order = np.random.default_rng(0)
     scheduled = (int(length) for _ in cycle([None]) for length in order.permutation(lengths))
-    generator, num_fruitless = torch.Generator().manual_seed(0), 0
+    generator = torch.Generator().manual_seed(0)
+    num_fruitless = 0
     for prompt in cycle(loop.prompts):
-        decoder.max_draft_length, has_drafted = 1, False
+        decoder.max_draft_length = 1
+        has_drafted = False
         num_fruitless += 1
         for round_ in decoder.stream(prompt, loop.max_new_tokens, generator=generator):
             if has_drafted:

@@ -18,10 +18,11 @@ def stable(measure: Callable[[], Measured], errors_of: Callable[[Measured], Mapp
     Raises:
         ValueError: an error is above `LARGEST_ERROR` in every attempt.
     """
-    name, error = "", 0.0
     for attempt in range(1, _ATTEMPTS + 1):
         measured = measure()
-        name, error = max(errors_of(measured).items(), key=lambda entry: entry[1], default=("", 0.0))
+        errors = errors_of(measured)
+        name = max(errors, key=lambda name: errors[name], default="")
+        error = errors.get(name, 0.0)
         if error <= LARGEST_ERROR:
             return measured
         if attempt < _ATTEMPTS:
