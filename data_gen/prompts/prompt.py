@@ -16,6 +16,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
+from configs.hints import meant
+
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
 _QUESTIONS = ("instruction", "question", "prompt", "text")
@@ -33,6 +35,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _FORMS = ("messages", "conversations", "conversation", "turns", *_QUESTIONS)
 _BESIDE = {*_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "tools", "category"}
 """Fields that are read in addition to one of the `_FORMS`."""
+_MAPPABLE = dict.fromkeys((*_FORMS, *_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "history", "tools", "category"))
+"""Names that `data.prompts.columns` may map."""
+_GROUPS = (_FORMS, _ID_FIELDS, _CONTEXTS, _SYSTEMS)
+"""Names of the same part of a prompt: once one of them is mapped, the others are not read."""
 _ANSWERS = {
     *("output", "response", "answer", "answers", "completion", "chosen", "rejected", "final", "reference", "label"),
     *("canonical_solution", "test", "entry_point", "gpt4_reference", "source", "dataset", "model", "language", "score"),
@@ -89,35 +95,78 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
     """The prompts of a set, and location -> reason of each unreadable record; `columns`: our name of a field -> the
     set's name. ValueError if at least half of the records cannot be read.
     """
+    _check_columns(columns)
     prompts: dict[str, Prompt] = {}
     problems: dict[str, str] = {}
     unused: set[str] = set()
+    rivals: dict[str, set[str]] = {}
     for where, default_id, record in records:
         try:
             if isinstance(record, ValueError):
                 raise record
-            if missing := [name for name in columns.values() if name not in record]:
-                fields = ", ".join(sorted(record))
-                raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {fields}")
-            renamed = {name: record[column] for name, column in columns.items()}
-            prompt = prompt_of(record | renamed, default_id=default_id)
+            mapped = _mapped(record, columns)
+            prompt = prompt_of(mapped, default_id=default_id)
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
             prompts[prompt.id] = prompt
-            unused |= _unused(record) - set(columns.values())
+            form = str(_form_of(mapped))
+            ignored = _unused(mapped, form)
+            rivals.setdefault(form, set()).update(ignored.intersection(_FORMS))
+            unused |= ignored.difference(_FORMS)
         except ValueError as error:
             problems[where] = str(error)
     if problems and len(problems) >= len(prompts):
         where, reason = next(iter(problems.items()))
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
         raise ValueError(f"{where}: {reason} ({num})")
-    if unused:
-        names = sorted(unused)
-        say_once(
-            f"{where.rpartition(':')[0] or where}: ignoring the column{'s' * (len(names) > 1)} {', '.join(names)}; to "
-            f"use one, map it: data.prompts: {{path: ..., columns: {{context: {names[0]}}}}} (or system, tools, ...)"
-        )
+    if prompts:
+        _report_ignored(where.rpartition(":")[0] or where, rivals, unused)
     return list(prompts.values()), problems
+
+
+def _check_columns(columns: Mapping[str, str]) -> None:
+    """Raise ValueError for a name that no prompt has, or for two columns that would be the prompt or its id."""
+    for name in columns:
+        if name not in _MAPPABLE:
+            raise ValueError(f"data.prompts.columns maps {name!r}, which is not a field: {meant(name, _MAPPABLE)}")
+    for group in (_FORMS, _ID_FIELDS):
+        if len(names := [name for name in group if name in columns]) > 1:
+            raise ValueError(
+                f"data.prompts.columns maps both {names[0]} and {names[1]}, of which only one is read; remove one"
+            )
+
+
+def _mapped(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The record under our names: what a mapping replaces is left out, so that the mapping decides. ValueError if the
+    record lacks a mapped column.
+    """
+    if missing := [column for column in columns.values() if column not in record]:
+        fields = ", ".join(sorted(record))
+        raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {fields}")
+    replaced = {name for group in _GROUPS if not columns.keys().isdisjoint(group) for name in group}
+    kept = {name: value for name, value in record.items() if name not in replaced and name not in columns.values()}
+    return kept | {name: record[column] for name, column in columns.items()}
+
+
+def without_replaced(known: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
+    """A known set's mapping without what a user's mapping of the same part of a prompt replaces."""
+    replaced = {name for group in _GROUPS if not columns.keys().isdisjoint(group) for name in group}
+    return {name: column for name, column in known.items() if name not in replaced}
+
+
+def _report_ignored(path: str, rivals: Mapping[str, Iterable[str]], unused: Iterable[str]) -> None:
+    """Name, once, the columns that hold another candidate for the prompt, and those that no prompt uses."""
+    for form, names in ((form, sorted(names)) for form, names in rivals.items() if names):
+        say_once(
+            f"{path}: the prompt is read from the column {form}, not from {', '.join(names)}; to choose another, map "
+            f"it: data.prompts: {{path: ..., columns: {{prompt: {names[0]}}}}}"
+        )
+    if names := sorted(unused):
+        plural = "s" if len(names) > 1 else ""
+        say_once(
+            f"{path}: ignoring the column{plural} {', '.join(names)}; to use one, map it: data.prompts: {{path: ..., "
+            f"columns: {{context: {names[0]}}}}} (or system, tools, ...)"
+        )
 
 
 @cache
@@ -225,12 +274,12 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
 def _form_of(record: dict[str, Any]) -> str | None:
     if not _CONVERSATIONS & record.keys() and _is_messages(record.get("prompt")):
         return "prompt"
-    return next((name for name in _FORMS if name in record), None)
+    present = [name for name in _FORMS if name in record]
+    return next((name for name in present if record[name] is not None), present[0] if present else None)
 
 
-def _unused(record: dict[str, Any]) -> set[str]:
-    """Non-empty fields of a record that its prompt ignores, except answers and facts about it."""
-    form = _form_of(record)
+def _unused(record: Mapping[str, Any], form: str) -> set[str]:
+    """Non-empty fields of a record that its prompt, read from `form`, ignores, except answers and facts about it."""
     known = _BESIDE | _ANSWERS | {form} | ({"history"} if form in _QUESTIONS else set())
     return {name for name, value in record.items() if value and name not in known}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once
+from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once, without_replaced
 from data_gen.prompts.stories import stories
 from lm.draws import seed_of
 
@@ -235,7 +235,8 @@ def set_of(source: PromptSource) -> PromptSet:
         return PromptSet(**vars(source) | {"path": _BUILDERS.get(_ending(path), "json"), "data_files": source.path})
     if source.path in SETS and not path.is_dir():
         known = SETS[source.path]
-        prompt_set = replace(known, name=source.name or known.name, columns={**known.columns, **source.columns})
+        columns = without_replaced(known.columns, source.columns) | source.columns
+        prompt_set = replace(known, name=source.name or known.name, columns=columns)
         if source.split not in (PromptSource.split, known.split):  # the set's own test part belongs to its default part
             prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
         return replace(prompt_set, test_split=source.test_split or prompt_set.test_split)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.stages import settled
 from data_gen.prompts import sets as hub
-from data_gen.prompts.prompt import Prompt, prompt_of
+from data_gen.prompts.prompt import Prompt, prompt_of, prompts_of
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, split_by_id
 from data_gen.prompts.stories import KINDS, split_of, stories
 from data_gen.prompts.templates import encode, render
@@ -102,18 +102,75 @@ def test_no_text_is_in_two_splits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("record", "unused"),
+    ("record", "lines"),
     [
-        ({"messages": [said("user", "u")], "prompt": "u", "history": [["a", "b"]]}, "history, prompt"),
-        ({"instruction": "u", "text": "### u", "passage": "p", "empty": "", "output": "x"}, "passage, text"),
-        ({"turns": ["u"], "prompt": "u", "reference": ["r"]}, "prompt"),
+        (
+            {"messages": [said("user", "u")], "prompt": "u", "history": [["a", "b"]]},
+            ["the prompt is read from the column messages, not from prompt; to", "ignoring the column history; to use"],
+        ),
+        (
+            {"instruction": "u", "text": "### u", "passage": "p", "empty": "", "output": "x"},
+            [
+                "from the column instruction, not from text; to choose another",
+                "ignoring the column passage; to use one",
+            ],
+        ),
+        (
+            {"turns": ["u"], "prompt": "u", "question": "v", "reference": ["r"]},
+            ["turns, not from prompt, question"],
+        ),
+        ({"messages": None, "question": "u", "notes": "n"}, ["ignoring the column notes; to use one, map it"]),
     ],
 )
-def test_filled_columns_that_no_prompt_uses_are_named(record, unused, tmp_path, capsys):
+def test_filled_columns_that_no_prompt_uses_are_named_once(record, lines, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(record) + "\n")
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record | {"id": "b"}) + "\n")
     load(set_of(PromptSource(path=str(path))), "train")
-    assert f"{unused}; to use one, map it" in capsys.readouterr().err
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == len(lines)
+    for printed, line in zip(shown, lines, strict=True):
+        assert line in printed
+
+
+MESSAGES = [said("user", "WRONG")]
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "expected"),
+    [
+        ({"question": "WRONG", "problem": "u"}, {"prompt": "problem"}, Prompt("7", ("u",))),
+        ({"instruction": "WRONG", "rewritten": "u", "input": "i"}, {"prompt": "rewritten"}, Prompt("7", ("u",), "i")),
+        ({"messages": MESSAGES, "problem": "u"}, {"prompt": "problem"}, Prompt("7", ("u",))),
+        ({"turns": ["WRONG"], "problem": "u"}, {"prompt": "problem"}, Prompt("7", ("u",))),
+        ({"prompt": "WRONG", "task": "u"}, {"text": "task"}, Prompt("7", ("u",))),
+        ({"prompt": "u", "messages": MESSAGES}, {"prompt": "prompt"}, Prompt("7", ("u",))),
+        ({"instruction": "WRONG", "input": "u"}, {"prompt": "input"}, Prompt("7", ("u",))),  # and not the context, too
+        ({"question": "u", "input": "WRONG", "notes": "c"}, {"context": "notes"}, Prompt("7", ("u",), "c")),
+        (
+            {"question": "u", "system": "WRONG", "rules": "s"},
+            {"system_prompt": "rules"},
+            Prompt("7", ("u",), system="s"),
+        ),
+        ({"question": "u", "id": "WRONG", "key": "k"}, {"task_id": "key"}, Prompt("k", ("u",))),
+        ({"question": "u", "category": "WRONG", "kind": "k"}, {"category": "kind"}, Prompt("7", ("u",), category="k")),
+    ],
+)
+def test_a_users_mapping_wins_over_every_known_field(record, columns, expected):
+    prompts, problems = prompts_of([("file:1", "7", record)], columns)
+    assert (prompts, problems) == ([expected], {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"promt": "q"}, r"columns maps 'promt', which is not a field: did you mean prompt\?"),
+        ({"prompt": "q", "messages": "q"}, "maps both messages and prompt, of which only one is read"),
+        ({"id": "q", "task_id": "q"}, "maps both id and task_id"),
+    ],
+)
+def test_a_mapping_that_cannot_be_read_is_refused(columns, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prompts_of([("file:1", "7", {"q": "u"})], columns)
 
 
 def test_a_larger_run_contains_the_smaller_one_and_too_few_are_reported_under_the_setting_that_asked(tmp_path):

@@ -15,7 +15,7 @@ from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.sets import SPLITS, Split, load_prompts
+from data_gen.prompts.sets import SPLITS, Split, load_prompts, set_of
 from data_gen.stats import stats
 from data_gen.store.manifest import read_manifest
 from tests.data_gen.on_disk import errors_of, rows_of, with_data, write_lines
@@ -134,7 +134,7 @@ def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypa
     asked, texts = known(monkeypatch, path="gsm8k")
     assert asked == {"path": "openai/gsm8k", "name": "main", "split": "test"}
     assert {name: len(found) for name, found in texts.items()} == {"train": 8, "dev": 2, "test": 10}, "as it prescribes"
-    own = {"split": "validation", "name": "socratic", "columns": {"prompt": "ask", "question": "ask"}}
+    own = {"split": "validation", "name": "socratic", "columns": {"prompt": "ask"}}
     asked, texts = known(monkeypatch, path="gsm8k", **own)
     assert asked == {"path": "openai/gsm8k", "name": "socratic", "split": "validation"}
     assert {name: len(found) for name, found in texts.items()} == {"train": 6, "dev": 2, "test": 2}
@@ -254,3 +254,8 @@ def test_a_set_is_called_by_its_file_or_its_whole_hub_name():
     for path in ("/", ".", ""):
         with pytest.raises(ValueError, match=r"data.prompts is .*, which names no set"):
             hub.set_of(PromptSource(path=path))
+
+
+def test_a_users_mapping_replaces_that_of_a_known_set():
+    source = PromptSource(path="mt_bench", columns={"messages": "chat"})
+    assert set_of(source).columns == {"id": "prompt_id", "messages": "chat"}
