@@ -32,6 +32,7 @@ from data_gen.responses.exchange import (
     ask,
     without,
 )
+from data_gen.responses.settings import check_unsent
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import joined, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
@@ -117,6 +118,8 @@ class Worker:
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
         data, sampling = self.job.data, self._sampling
+        generation = _generation_config(self.job.pair.target)
+        check_unsent(data.server, sampling, generation.to_diff_dict() if generation else {})
         num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
         settings: dict[str, Any] = {"model": data.server.model or self.job.pair.target.path, "num_logprobs": num}
         settings |= {"sampling": sampling, "max_new_tokens": data.max_new_tokens}
@@ -288,12 +291,16 @@ class Worker:
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
-    """The end-of-sequence ids of the target's generation config, read without loading the model; or the tokenizer's."""
+    """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
+    return eos_ids_of(_generation_config(target)) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
+
+
+def _generation_config(target: ModelSource) -> GenerationConfig | None:
+    """The model's generation_config.json, read without loading the model; None if there is none."""
     try:
-        config = GenerationConfig.from_pretrained(target.path, revision=target.revision or "main")
+        return GenerationConfig.from_pretrained(target.path, revision=target.revision or "main")
     except OSError:
-        config = None
-    return eos_ids_of(config) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
+        return None
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:

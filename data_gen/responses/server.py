@@ -36,6 +36,7 @@ from data_gen.responses.exchange import (
     ShardSpec,
     in_order,
 )
+from data_gen.responses.settings import request_settings
 from data_gen.responses.text import Spelling
 from data_gen.responses.top_logprobs import distributions_of
 from lm import Sampling
@@ -51,8 +52,6 @@ _REMEDY = (
     "check data.server, data.template and any proxy in between, then run the same command again, which keeps the "
     "finished shards"
 )
-_UNPENALISED = {"min_p": 0.0, "repetition_penalty": 1.0}
-"""Overrides the model's generation config in vLLM and SGLang, as `Sampling` has no such settings."""
 _PREFIX = "token_id:"
 """How vLLM writes token ids where OpenAI has their texts."""
 _INVALID = "invalid answer from the server"
@@ -216,7 +215,9 @@ class CompletionsServer:
 
         async def read(exchange: Exchange) -> Exchange:
             before = [*exchange.prompt_ids, *exchange.response_ids[:-1]]
-            choice = _choice(await self.servers.ask({"prompt": before, **settings}))
+            completion = await self.servers.ask({"prompt": before, **settings})
+            choice = _choice(completion)
+            _refuse_other_prompt(completion, choice, before)
             positions = _positions(choice, of_prompt=True)[len(exchange.prompt_ids) :] + _positions(choice)
             tokens = [*exchange.response_ids[:-1], None]  # the server has not seen the last one
             return exchange._replace(distributions=self._distributions(positions, tokens))
@@ -319,6 +320,7 @@ class CompletionsServer:
 
     def _read(self, completion: Any, request: Request) -> Exchange:
         choice = _choice(completion)
+        _refuse_other_prompt(completion, choice, request.prompt_ids)
         text, reason = choice.get("text"), choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise RefusedError(f"{_INVALID}, expected one choice: {str(completion)[:160]!r}")
@@ -326,6 +328,11 @@ class CompletionsServer:
         limit, ids = self.settings["max_tokens"], answer.response_ids
         if len(ids) > limit + (reason == "stop"):
             raise RefusedError(f"the server returned {len(ids)} tokens, more than the requested {limit}")
+        if reason == "length" and 0 < _usage(completion, "completion_tokens") < limit:
+            raise RefusedError(
+                f"the server cut the response after {_usage(completion, 'completion_tokens')} of {limit} tokens; give "
+                "it a longer context"
+            )
         if self.num_logprobs is None:
             return answer
         return answer._replace(distributions=self._distributions(_positions(choice), ids, are_drawn=True))
@@ -336,6 +343,28 @@ def _choice(completion: Any) -> dict[str, Any]:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise RefusedError(f"{_INVALID}, expected one choice: {str(completion)[:160]!r}")
     return choices[0]
+
+
+def _usage(completion: Mapping[str, Any], name: str) -> int:
+    """A number of tokens in the answer's `usage`; 0 if the server does not report it."""
+    usage = completion.get("usage")
+    number = usage.get(name) if isinstance(usage, dict) else None
+    return number if type(number) is int else 0
+
+
+def _refuse_other_prompt(completion: Mapping[str, Any], choice: Mapping[str, Any], prompt_ids: Sequence[int]) -> None:
+    """RefusedError if the answer shows that the server read another prompt than these ids."""
+    num_read, num_sent = _usage(completion, "prompt_tokens"), len(prompt_ids)
+    if num_read not in (0, num_sent):
+        raise RefusedError(
+            f"the server read a prompt of {num_read} tokens (usage.prompt_tokens), but {num_sent} were sent: it cuts "
+            "prompts, adds a token such as a second BOS, or wraps them in its own template"
+        )
+    if completion.get("truncated"):
+        raise RefusedError("the server truncated the prompt or the response; give it a longer context")
+    read_ids = choice.get("prompt_token_ids")
+    if isinstance(read_ids, list) and read_ids != list(prompt_ids):
+        raise RefusedError("the server read other prompt ids (prompt_token_ids) than those that were sent")
 
 
 def _positions(choice: Mapping[str, Any], *, of_prompt: bool = False) -> _Positions:
@@ -356,29 +385,3 @@ def _positions(choice: Mapping[str, Any], *, of_prompt: bool = False) -> _Positi
             "data.labels: server needs log-probabilities by token id, as vLLM returns them, but the server returned "
             f"{str(given)[:80]!r}; set data.labels: target"
         ) from error
-
-
-def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
-    """The sampling fields of a request to a kind of server.
-
-    openai: temperature and top_p only. vllm (and SGLang): also top_k (-1 keeps every token) and a request for token
-    ids. transformers: a whole generation config, because its server decodes greedily or with top_k 50 by default.
-
-    Raises:
-        ValueError: top_k for a server that does not support it.
-    """
-    top_p = sampling.top_p or 1.0
-    settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "top_p": top_p}
-    if kind == "vllm":
-        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True, **_UNPENALISED}
-    elif kind == "transformers":
-        generation = {"do_sample": not sampling.is_greedy, "max_new_tokens": max_new_tokens, "eos_token_id": eos_ids}
-        if not sampling.is_greedy:
-            generation |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": top_p}
-        settings["extra_body"] = {"generation_config": json.dumps(generation)}
-    elif sampling.top_k is not None:
-        raise ValueError(
-            f"sampling.top_k is {sampling.top_k}, which an OpenAI server does not support; set data.server.kind to "
-            "vllm or transformers"
-        )
-    return settings

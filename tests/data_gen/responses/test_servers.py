@@ -4,24 +4,27 @@ becomes the problem of a row, or stops the run.
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from configs.command import run
-from configs.schema import ServerConfig
+from configs.schema import ModelSource, ServerConfig
 from data_gen.pipeline.command import make
-from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.responses.exchange import Answers, Exchange, LatestRows, Problem, RefusedError, Request, ShardSpec
-from data_gen.responses.server import CompletionsServer, Servers, _key_for, request_settings
+from data_gen.responses.server import CompletionsServer, Servers, _key_for
+from data_gen.responses.settings import check_unsent, request_settings
 from data_gen.responses.text import Spelling
 from lm import Sampling
 from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server, write_lines
@@ -239,10 +242,15 @@ def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bo
         ({"text": None}, "invalid answer from the server"),
         ({"finish_reason": "content_filter"}, "invalid answer from the server"),
         ({"choices": 2}, "expected one choice"),
+        ({"usage": {"prompt_tokens": 4}}, "read a prompt of 4 tokens (usage.prompt_tokens), but 5 were sent"),
+        ({"truncated": True}, "the server truncated the prompt"),
+        ({"prompt_token_ids": [5]}, "read other prompt ids"),
+        ({"finish_reason": "length", "usage": {"completion_tokens": 2}}, "cut the response after 2 of 4 tokens"),
     ],
 )
 def test_a_lie_becomes_the_problem_of_its_prompt(served, server, tokenizer, fields, reason):
     status, reply = completion(**{"text": "hi", **fields})
+    reply |= {name: fields[name] for name in ("usage", "truncated") if name in fields}
     server.answer = lambda body, attempt: (status, reply | {"choices": fields.get("choices", 1) * reply["choices"]})
     answer = answer_of(served, tokenizer)
     assert isinstance(answer, Problem)
@@ -369,12 +377,67 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     assert "data.max_new_tokens is 10" in reasons["p11"]
 
 
-def test_every_kind_of_server_is_told_the_sampling():
+@pytest.mark.parametrize("file", [{}, {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.1, "typical_p": 0.5}])
+def test_every_kind_of_server_gets_the_sampling_whatever_the_models_file_has(file):
     of = {"sampling": Sampling(temperature=0.5, top_k=50), "max_new_tokens": 9, "eos_ids": [1]}
-    extra = request_settings("vllm", **of)["extra_body"]
-    assert extra == {"top_k": 50, "return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0}
+    settings = request_settings("vllm", **of)
+    extra = {"top_k": 50, "return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert settings["extra_body"] == extra
+    assert (settings["temperature"], settings["top_p"], settings["presence_penalty"]) == (0.5, 1.0, 0.0)
     generation = json.loads(request_settings("transformers", **of)["extra_body"]["generation_config"])
-    lengths = {"max_new_tokens": 9, "eos_token_id": [1]}
-    assert generation == {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 1.0} | lengths
+    merged = GenerationConfig(**generation)
+    merged.update(**file, defaults_only=True)  # as `transformers serve` does
+    warpers = {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    expected = warpers | {
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "max_new_tokens": 9,
+        "eos_token_id": [1],
+    }
+    assert {name: getattr(merged, name) for name in expected} == expected
     with pytest.raises(ValueError, match="top_k is 50, which an OpenAI server does not support"):
         request_settings("openai", **of)
+
+
+@pytest.mark.parametrize(
+    ("server", "sampling", "file", "complaint"),
+    [
+        (
+            {},
+            {},
+            {"repetition_penalty": 1.3, "top_k": 20},
+            r'has repetition_penalty 1.3, top_k 20, .* to \{"repetition',
+        ),
+        ({}, {}, {"min_p": 0.05}, "has min_p 0.05, which most servers apply"),
+        ({}, {"temperature": 0.0}, {"top_k": 20, "no_repeat_ngram_size": 3}, "has no_repeat_ngram_size 3, which"),
+        ({}, {"temperature": 0.0}, {"top_k": 20, "temperature": 0.6}, None),
+        ({"extra": {"repetition_penalty": 1.0}}, {}, {"repetition_penalty": 1.3}, None),
+        (
+            {"extra": {"repetition_penalty": 1.1}},
+            {},
+            {},
+            "extra has repetition_penalty 1.1, but labels are made with 1",
+        ),
+        ({"extra": {"temperature": 0.5}}, {}, {}, "extra has temperature 0.5, but labels are made with 1"),
+        ({"kind": "vllm", "extra": {"top_k": 9}}, {"top_k": 9}, {"repetition_penalty": 1.3}, None),
+        ({"kind": "vllm", "extra": {"top_k": 8}}, {"top_k": 9}, {}, "extra has top_k 8, but labels are made with 9"),
+        ({"kind": "transformers"}, {}, {"repetition_penalty": 1.3, "top_k": 20}, None),
+        ({"kind": "transformers"}, {}, {"suppress_tokens": [5]}, "sets suppress_tokens, which `transformers serve`"),
+    ],
+)
+def test_what_a_server_would_apply_by_itself_is_refused(server, sampling, file, complaint):
+    config = ServerConfig(**server)
+    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
+        check_unsent(config, Sampling(**sampling), file)
+
+
+def test_a_run_reads_the_targets_generation_config_and_reports_what_it_cannot_send(served, toy_pair, tmp_path, capsys):
+    target = shutil.copytree(toy_pair / "target", tmp_path / "target")
+    file = target / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.3}))
+    config = replace(served, pair=replace(served.pair, target=ModelSource(path=str(target))))
+    with pytest.raises(ValueError, match=r"has repetition_penalty 1\.3"):
+        make(with_data(config, dir=config.data.dir + "-penalised"))
+    say_once.cache_clear()
+    make(served)
+    assert capsys.readouterr().err.count("note: data.server.kind openai sends temperature and top_p") == 1
