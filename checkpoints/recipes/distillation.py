@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from checkpoints.recipes.feature_drafts import DEPTH_WEIGHT
 from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import NUM_DEPTHS
-from data_gen.prompts.prompt import json_lines
+from data_gen.prompts.files import json_lines
 from store.progress import Bar
 from store.shards import is_whole, read_sidecar, write_shard
 

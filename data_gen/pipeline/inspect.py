@@ -13,7 +13,7 @@ from typing import Any
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import answers_in
-from data_gen.prompts.prompt import json_lines
+from data_gen.prompts.files import json_lines
 from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from store.progress import Bar
@@ -64,19 +64,19 @@ def responses(config: Config, *, out: str) -> None:
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
-    path, written, num_added = local_path(out, "--out"), dict[str, int](), 0
+    path, written, num_added = local_path(out, "--out"), dict[tuple[str, int], int](), 0
     read_manifest(config.data.dir)
     with atomic_file(path) as file:
         for where, record in json_lines(path) if path.is_file() else ():
             if not record.keys() >= {"id", "prompt_ids", "response_ids"}:
                 raise ValueError(f"{where} was not written by this command; choose another --out")
-            written[record["id"]] = hash(tuple(record["response_ids"]))
+            written[_key(record)] = hash(tuple(record["response_ids"]))
             file.write(json.dumps(record).encode() + b"\n")
         for record in _records(config.data.dir):
-            if record["id"] not in written:
+            if _key(record) not in written:
                 file.write(json.dumps(record).encode() + b"\n")
                 num_added += 1
-            elif written[record["id"]] != hash(tuple(record["response_ids"])):
+            elif written[_key(record)] != hash(tuple(record["response_ids"])):
                 raise ValueError(
                     f"{path} and {config.data.dir} have different responses to {record['id']}; choose another --out"
                 )
@@ -84,6 +84,11 @@ def responses(config: Config, *, out: str) -> None:
         f"{path}: {len(written) + num_added:,} responses, {num_added:,} of them new; to use them: --data.source file "
         f"--data.responses {path}"
     )
+
+
+def _key(record: Mapping[str, Any]) -> tuple[str, int]:
+    """What identifies a prompt: train and test may use the same id."""
+    return record["id"], hash(tuple(record["prompt_ids"]))
 
 
 def _records(directory: str) -> Iterator[dict[str, Any]]:

@@ -1,22 +1,19 @@
-"""`Prompt`, its parsing from records of prompt sets, and reading of JSONL files.
+"""`Prompt`, and its parsing from records of prompt sets.
 
 A record is recognised by the first of `_FORMS` that it has; a `prompt` may also be a list of messages (DPO). Replies in
 a conversation are dropped, because the target writes its own. docs/data.md has the table of all fields.
 """
 
-import gzip
 import json
 import re
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from io import BufferedIOBase
-from pathlib import Path
 from typing import Any
 
 from configs.hints import meant
+from data_gen.prompts.files import Record
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
@@ -45,10 +42,6 @@ _ANSWERS = {
     *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
 """Columns that never belong to a prompt: answers, and facts about the record."""
-
-
-Record = tuple[str, str, dict[str, Any] | ValueError]
-"""Location of a record, its number from 0 (the default id), and the record or the error instead."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +93,7 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
     problems: dict[str, str] = {}
     unused: set[str] = set()
     rivals: dict[str, set[str]] = {}
+    locations: dict[str, str] = {}
     for where, default_id, record in records:
         try:
             if isinstance(record, ValueError):
@@ -109,12 +103,14 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
             prompts[prompt.id] = prompt
+            locations[prompt.id] = where
             form = str(_form_of(mapped))
             ignored = _unused(mapped, form)
             rivals.setdefault(form, set()).update(ignored.intersection(_FORMS))
             unused |= ignored.difference(_FORMS)
         except ValueError as error:
             problems[where] = str(error)
+    problems |= _without_taken(prompts, locations)
     if problems and len(problems) >= len(prompts):
         where, reason = next(iter(problems.items()))
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
@@ -122,6 +118,24 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
     if prompts:
         _report_ignored(where.rpartition(":")[0] or where, rivals, unused)
     return list(prompts.values()), problems
+
+
+def row_id(prompt: Prompt, turn: int) -> str:
+    """The prompt's id; from its second turn on with the number of the turn, as in `81#2`."""
+    return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
+
+
+def _without_taken(prompts: dict[str, Prompt], locations: Mapping[str, str]) -> dict[str, str]:
+    """Remove prompts whose id is that of a later turn of another prompt; location -> reason of each."""
+    problems: dict[str, str] = {}
+    for prompt in [prompt for prompt in prompts.values() if len(prompt.turns) > 1]:
+        for name in (row_id(prompt, turn) for turn in range(1, len(prompt.turns))):
+            if prompts.pop(name, None) is not None:
+                problems[locations[name]] = (
+                    f"id {name!r} is that of a later turn of the record {prompt.id!r}; give each record a unique id "
+                    "without #"
+                )
+    return problems
 
 
 def _check_columns(columns: Mapping[str, str]) -> None:
@@ -173,49 +187,6 @@ def _report_ignored(path: str, rivals: Mapping[str, Iterable[str]], unused: Iter
 def say_once(line: str) -> None:
     """Print a line to stderr, once per process."""
     print(line, file=sys.stderr)
-
-
-def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(location, object) of every record of `json_records`; ValueError for one that is not a JSON object."""
-    for where, _, record in json_records(path):
-        if isinstance(record, ValueError):
-            raise ValueError(f"{where}: {record}") from record
-        yield where, record
-
-
-def json_records(path: str | Path) -> Iterator[Record]:
-    """Every line of a file that is not blank, or every entry of a .json file that is one array."""
-    try:
-        with open_lines(path) as file:
-            start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
-            file.seek(0)
-            if str(path).removesuffix(".gz").endswith(".json") and start.startswith(b"["):
-                for index, value in enumerate(json.load(file)):
-                    yield f"{path} record {index}", str(index), _object_of(value)
-                return
-            for index, line in enumerate(file):
-                if line.strip():
-                    yield f"{path}:{index + 1}", str(index), _object_in(line)
-    except (ValueError, RecursionError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
-
-
-def _object_in(line: bytes) -> dict[str, Any] | ValueError:
-    try:
-        return _object_of(json.loads(line.decode("utf-8-sig")))
-    except UnicodeDecodeError:
-        return ValueError("the line is not UTF-8 text; save the file in that encoding")
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"expected one JSON object on the line; {error}")
-
-
-def _object_of(value: Any) -> dict[str, Any] | ValueError:
-    return value if isinstance(value, dict) else ValueError(f"expected a JSON object, got {type(value).__name__}")
-
-
-def open_lines(path: str | Path) -> BufferedIOBase:
-    """Open a file for reading lines, decompressed if its name ends in .gz."""
-    return gzip.open(path, "rb") if Path(path).suffix == ".gz" else open(path, "rb")
 
 
 def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:

@@ -8,7 +8,6 @@ file order nor ids move a prompt from one split to another.
 JSON is read in `data_gen.prompts.prompt`, since `datasets` refuses a whole file for one malformed record.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
-from data_gen.prompts.prompt import Prompt, Record, json_records, open_lines, prompts_of, say_once, without_replaced
+from data_gen.prompts.files import Record, json_records, table_records
+from data_gen.prompts.listed import check_listed, listed_splits
+from data_gen.prompts.prompt import Prompt, prompts_of, say_once, without_replaced
 from data_gen.prompts.stories import stories
 from lm.draws import seed_of
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-_SPLIT_IDS = 'data.split_ids takes a JSON object of id lists such as {"dev": [3, 5], "test": [8]}'
 WEIGHTS = (40, 10, 2)
 """Default shares of train, dev and test: those of SpecDec++ on Alpaca."""
 
@@ -77,6 +77,8 @@ def load_prompts(
     if count == 0:
         return []
     sources = sources_of(config)
+    if config.split_ids is not None:
+        _check_split_ids(config.split_ids, sources)
     pools = {name: _pool(source, config, split, count) for name, source in sources.items()}
     if len(sources) > 1:
         pools = _apart(pools, sources, config, split)
@@ -88,6 +90,21 @@ def load_prompts(
             f"{section}.num_{split} to at most {len(prompts)}"
         )
     return prompts
+
+
+def _check_split_ids(path: str, sources: Mapping[str, PromptSource]) -> None:
+    split_of, ids = listed_splits(path, SPLITS), set[str]()
+    for name, source in sources.items():
+        if _is_generated(source):
+            continue
+        prompt_set = set_of(source)
+        if prompt_set.test_split is not None and "test" in split_of.values():
+            raise ValueError(
+                f"{path} (data.split_ids) lists test ids, but {name} has a part for test of its own "
+                f"({prompt_set.test_split}); list train and dev only, or remove data.split_ids"
+            )
+        ids.update(prompt.id for prompt in load(prompt_set))
+    check_listed(path, split_of, ids)
 
 
 def sources_of(config: DataConfig) -> dict[str, PromptSource]:
@@ -187,7 +204,7 @@ def split_by_id(
     """
     in_order = in_hash_order(prompts, seed)
     if split_ids is not None:
-        listed = _listed(split_ids)  # other ids are train
+        listed = listed_splits(split_ids, SPLITS)  # other ids are train
         parts = {split: [p for p in in_order if listed.get(p.id, "train") == split] for split in SPLITS}
         test = without_duplicates(parts["test"])
         dev = without_duplicates(parts["dev"], test)
@@ -211,19 +228,6 @@ def without_duplicates(prompts: Iterable[Prompt], earlier: Iterable[Prompt] = ()
     for prompt in prompts:
         first_of.setdefault(prompt.content, prompt)
     return [prompt for content, prompt in first_of.items() if content not in excluded]
-
-
-def _listed(path: str) -> dict[str, str]:
-    """Id -> split, as a file of id lists defines it."""
-    try:
-        lists = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; {_SPLIT_IDS}") from error
-    if not isinstance(lists, dict) or not all(isinstance(ids, list) for ids in lists.values()):
-        raise ValueError(f"{path} holds {lists!r:.60}; {_SPLIT_IDS}")
-    if unknown := set(lists) - set(SPLITS):
-        raise ValueError(f"{path} has the split {sorted(unknown)[0]!r}; use {', '.join(SPLITS)}")
-    return {str(prompt_id): split for split, ids in lists.items() for prompt_id in ids}
 
 
 def set_of(source: PromptSource) -> PromptSet:
@@ -278,8 +282,14 @@ def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], 
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
-    is_json = prompt_set.path == "json" and Path(str(prompt_set.data_files)).is_file()
-    records = json_records(str(prompt_set.data_files)) if is_json else _records(prompt_set, part or prompt_set.split)
+    part = part or prompt_set.split
+    file = str(prompt_set.data_files)
+    if prompt_set.path == "json" and Path(file).is_file():
+        records = json_records(file)
+    elif prompt_set.path == "csv" and part == PromptSource.split:
+        records = table_records(file)
+    else:
+        records = _records(prompt_set, part)
     return prompts_of(records, prompt_set.columns)
 
 
@@ -290,9 +300,8 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
 
     logging.set_verbosity_error()  # the final error reports the retries
     name, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
-    options = {"sep": _separator(Path(name))} if prompt_set.path == "csv" else {}
     try:
-        records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files, **options)
+        records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files)
         for index, record in enumerate(records):
             yield f"{name} [{part}] record {index}", str(index), record
     except OSError as error:
@@ -305,12 +314,3 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def _separator(path: Path) -> str:
-    """The separator of a CSV or TSV file; some programs write semicolons."""
-    if _ending(path) == ".tsv":
-        return "\t"
-    with open_lines(path) as file:
-        header = file.readline()
-    return ";" if header.count(b";") > header.count(b",") else ","

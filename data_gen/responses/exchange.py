@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
-from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.prompt import Prompt, row_id
 from data_gen.prompts.templates import encode_text, render
 from lm import Sampling
 from lm.cache import insert_rows, is_attention, make_cache
@@ -186,11 +186,6 @@ def without(spec: ShardSpec, answers: Answers, broken: Mapping[int, str]) -> Ans
     """The answers with these rows (row -> reason) turned into problems."""
     new = [Problem(answers.exchanges[row].id, "error", reason) for row, reason in broken.items()]
     return in_order(spec, [*answers.exchanges, *answers.problems, *new])
-
-
-def row_id(prompt: Prompt, turn: int) -> str:
-    """The prompt's id; from its second turn on with the number of the turn, as in `81#2`."""
-    return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
 
 
 def _request(

@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.prompts.prompt import is_text, json_lines
+from data_gen.prompts.files import json_lines
+from data_gen.prompts.prompt import is_text
 from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request
 from lm import vocab_size_of
 
@@ -92,9 +93,20 @@ class ResponseFile:
     """Looks responses up by row id; the records of the file stay in memory, as text."""
 
     def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
-        """Check every line of the file; ValueError for a malformed one, with file and line number."""
+        """Check every line of the file; ValueError for a malformed one, or two responses to one prompt, with file and
+        line number.
+        """
         self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
-        self._records = {_row_name(record, where): json.dumps(record) for where, record in json_lines(path)}
+        self._records: dict[str, list[str]] = {}
+        lines: dict[tuple[str, str], tuple[str, str]] = {}
+        for where, record in json_lines(path):
+            name, text = _row_name(record, where), json.dumps(record, sort_keys=True)
+            key = (name, str(record.get("prompt_ids")))
+            first_where, first_text = lines.setdefault(key, (where, text))
+            if first_text != text:
+                raise ValueError(f"{where}: {first_where} has another response to the same prompt {name!r}; remove one")
+            if first_where == where:
+                self._records.setdefault(name, []).append(text)
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
@@ -110,9 +122,14 @@ class ResponseFile:
     def _answer(self, request: Request) -> Exchange | Problem:
         if request.id not in self._records:
             raise RefusedError(f"no response in {self.path}")
-        record = json.loads(self._records[request.id])
-        if record.get("prompt_ids", request.prompt_ids) != request.prompt_ids:
+        records = [json.loads(text) for text in self._records[request.id]]
+        # prompts of two splits or sets may have the same id
+        records = [one for one in records if one.get("prompt_ids", request.prompt_ids) == request.prompt_ids]
+        if not records:
             raise RefusedError(f"{self.path} has other prompt_ids for this id; check data.prompts and data.template")
+        if len(records) > 1:
+            raise RefusedError(f"{self.path} has two responses to this prompt, with and without prompt_ids; remove one")
+        record = records[0]
         ids = record.get("response_ids")
         has_stopped = ids is None or not self.spelling.eos_ids.isdisjoint(ids[-1:])
         reason = record.get("finish_reason", "stop" if has_stopped else "length")

@@ -201,10 +201,14 @@ def test_a_file_grows_with_its_rows_and_what_was_labelled_from_it_goes_on(toy_co
 
 
 def test_a_file_that_holds_something_else_stays_as_it_is(made, tmp_path):
-    name, path = rows_of(made)[0]["id"], tmp_path / "responses.jsonl"
+    row, path = rows_of(made)[0], tmp_path / "responses.jsonl"
+    name = row["id"]
     for content, message in (
         ('{"id": "p1", "response": "mine"}\n', "responses.jsonl:1 was not written by this command"),
-        (f'{{"id": "{name}", "prompt_ids": [5], "response_ids": [5]}}\n', f"have different responses to {name}"),
+        (
+            f'{{"id": "{name}", "prompt_ids": {row["prompt_ids"]}, "response_ids": [5]}}\n',
+            f"have different responses to {name}",
+        ),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):

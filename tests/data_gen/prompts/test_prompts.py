@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,46 @@ def test_every_prompt_is_in_exactly_one_split_whatever_the_order_and_listed_ids_
     lists.write_text(json.dumps({"test": [2], "dev": [0, 3]}))
     splits = split_by_id(prompts[:5], weights=(1, 1, 1), seed=0, split_ids=str(lists))
     assert [sorted(prompt.id for prompt in splits[split]) for split in SPLITS] == [["1", "4"], ["0", "3"], ["2"]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "complaint"),
+    [
+        ('{"dev": [0, 1], "test": [2, 70, 71]}', r"lists 2 of 5 ids that no prompt has, the first '70'\. An id is"),
+        ('{"test": ["0007"]}', r"lists 1 of 1 ids that no prompt has, the first '0007'; did you mean '7'\?"),
+        ('{"dev": [0, 1], "test": [1, 2]}', r"lists the id '1' for dev and for test; remove it from one"),
+        ('{"dev": [0], "test": [1], "dev": [2]}', r"it has 'dev' twice; join the two lists"),
+        ('{"dev": [0], "tset": [1]}', r"has the split 'tset'; use train, dev, test"),
+        ('{"dev": [0, 0, "1"], "test": [2]}', None),
+    ],
+)
+def test_listed_ids_are_those_of_prompts_each_in_one_split(tmp_path, capsys, lists, complaint):
+    (tmp_path / "ids.json").write_text(lists)
+    path = lines(tmp_path / "prompts.jsonl", range(20))
+    config = DataConfig(prompts=path, split_ids=str(tmp_path / "ids.json"), num_train=17)
+    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
+        assert len(load_prompts(config, "train")) == 17
+        assert (
+            "data.split_ids: 3 of 20 prompts are listed (2 dev, 1 test); all others are train"
+            in capsys.readouterr().err
+        )
+
+
+def test_listed_test_ids_are_refused_where_a_set_has_its_own_test_part(tmp_path):
+    (tmp_path / "ids.json").write_text('{"test": [0]}')
+    config = DataConfig(prompts="gsm8k", split_ids=str(tmp_path / "ids.json"))
+    with pytest.raises(ValueError, match="lists test ids, but gsm8k has a part for test of its own"):
+        load_prompts(config, "train")
+
+
+def test_a_prompt_with_the_id_of_another_ones_later_turn_is_left_out():
+    records = [("f:1", "0", {"id": "a#2", "prompt": "x"}), ("f:2", "1", {"id": "a", "turns": ["y", "z"]})]
+    records += [("f:3", "2", {"id": "a#3", "prompt": "w"})]
+    prompts, problems = prompts_of(records, {})
+    assert [prompt.id for prompt in prompts] == ["a", "a#3"]
+    assert problems == {
+        "f:1": "id 'a#2' is that of a later turn of the record 'a'; give each record a unique id without #"
+    }
 
 
 def test_no_text_is_in_two_splits(tmp_path, capsys):

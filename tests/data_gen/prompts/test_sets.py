@@ -1,5 +1,6 @@
 """Prompt sets of every form that `datasets` reads, several at once."""
 
+import gzip
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -92,15 +93,33 @@ LINES = {
 """The second line of a JSONL file, and why it cannot be read."""
 
 
+NO_TEXT = [
+    ("jsonl", "PAR1", "is a Parquet file; end its name in .parquet"),
+    ("jsonl", "\xff\xfe{", "is UTF-16 text; save it as UTF-8"),
+    ("csv", "PK\x03\x04", "is a ZIP archive or an Office file"),
+    ("jsonl.xz", "\xfd7zXZ\0", "is compressed by xz; decompress it"),
+    ("json", "BZh9", "is compressed by bzip2"),
+    ("jsonl.zst", "\x28\xb5\x2f\xfd", "is compressed by zstd"),
+    ("jsonl", "\x7fELF", "is a binary file"),
+    ("jsonl.gz", "\x1f\x8b\x08", "is a damaged gzip file"),
+]
+"""Ending of a file that is no text, its first bytes, and how it is named."""
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
         ("a.parquet", "PAR1", r"prompt set .*a\.parquet: "),
         ("a.json", '[{"prompt": "x"}, 5]', r"a\.json record 1: expected a JSON object, got int"),
         ("a.json", '[{"prompt": "x"}', r"a\.json: expected an array of JSON objects; Expecting ',' delimiter"),
-        ("a.csv", "prompt\nx\ny,z\n", r"prompt set .*a\.csv: "),
-        ("a.csv", "other\n1\n", r"a\.csv \[train\] record 0: expected one of the fields"),
+        ("a.csv", "prompt\nx\ny,z\n", r"a\.csv:3: expected 1 cells, as in the header, got 2"),
+        ("a.csv", "other\n1\n", r"a\.csv:2: expected one of the fields"),
+        ("a.csv", 'prompt\n"He said "hi" to me"\n', r"a\.csv:2: a quotation mark is not paired"),
+        ("a.csv", "prompt,prompt\nx,y\n", r"a\.csv: the header names the column 'prompt' twice"),
+        ("a.csv", "prompt\ncaf\xe9\n", r"a\.csv is not UTF-8 text"),
         ("a.jsonl", "", r"a\.jsonl contains no prompt"),
+        ("a.csv", "", r"a\.csv contains no prompt"),
+        *[(f"a.{ending}", magic + "\0\1", rf"a\.{ending} {reason}") for ending, magic, reason in NO_TEXT],
         *[("a.jsonl", f'{{"prompt": "fine"}}\n{line}', rf"a\.jsonl:2: {reason}") for line, reason in LINES.items()],
     ],
 )
@@ -259,3 +278,24 @@ def test_a_set_is_called_by_its_file_or_its_whole_hub_name():
 def test_a_users_mapping_replaces_that_of_a_known_set():
     source = PromptSource(path="mt_bench", columns={"messages": "chat"})
     assert set_of(source).columns == {"id": "prompt_id", "messages": "chat"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.csv", "id,prompt\n0007,None\n010,NA\n1.50,7\n", {"0007": "None", "010": "NA", "1.50": "7"}),
+        ("a.csv", "\ufeffid,prompt,note\nt,x\n,y,z\n", {"t": "x", "1": "y"}),  # a short row, and an empty id
+        ("a.csv", 'id,prompt\n1,"a ""b""\nc"\n\n2,5" disk\n', {"1": 'a "b"\nc', "2": '5" disk'}),
+        ("a.tsv", 'id\tprompt\n1\t"Hi" she said\n2\t"Why?\n', {"1": '"Hi" she said', "2": '"Why?'}),
+        ("a.tsv", 'id\tprompt\n1\t"a\n2\tb"\n3\tc\n', {"1": '"a', "2": 'b"', "3": "c"}),
+        ("a.tsv", 'id\tprompt\n1\t"a\tb ""c"""\n', {"1": 'a\tb "c"'}),
+    ],
+)
+def test_cells_of_a_table_are_the_text_that_was_written(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert all_of(path=str(tmp_path / name), num=len(expected)) == expected
+
+
+def test_a_gzip_file_is_read_whatever_its_name(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"prompt": "x"}'))
+    assert all_of(path=str(tmp_path / "a.jsonl"), num=1) == {"0": "x"}

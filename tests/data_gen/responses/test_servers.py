@@ -2,30 +2,26 @@
 becomes the problem of a row, or stops the run.
 """
 
-import json
 import random
-import shutil
 import threading
 import time
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from configs.command import run
-from configs.schema import ModelSource, ServerConfig
+from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
-from data_gen.prompts.prompt import Prompt, say_once
+from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import Answers, Exchange, LatestRows, Problem, RefusedError, Request, ShardSpec
 from data_gen.responses.server import CompletionsServer, Servers, _key_for
-from data_gen.responses.settings import check_unsent, request_settings
-from data_gen.responses.text import Spelling
+from data_gen.responses.text import ResponseFile, Spelling
 from lm import Sampling
 from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server, write_lines
 from tests.toys.answering import Answering, all_rows, answering, close_half_way, completion, echo, problems, url_of
@@ -362,6 +358,24 @@ def test_text_that_does_not_round_trip_is_reported_not_altered(tokenizer):
         Spelling(lowering, EOS).answer(request, "stop", text="Loud")
 
 
+def test_a_response_is_found_by_id_and_prompt_and_two_to_one_prompt_are_refused(tokenizer, tmp_path):
+    """Records without an id are numbered, so prompts of the parts train and test of a set have the same ids."""
+    requests = [Request("0", text, tokenizer(text).input_ids) for text in ("<u>a\n<a>", "<u>b\n<a>", "<u>c\n<a>")]
+    records = [
+        {"id": "0", "prompt_ids": request.prompt_ids, "response_ids": [50 + number]}
+        for number, request in enumerate(requests[:2])
+    ]
+    path = write_lines(tmp_path / "responses.jsonl", [*records, records[0]])
+    source = ResponseFile(path, Spelling(tokenizer, EOS), max_new_tokens=4)
+    answers = source.respond(requests, 0, lambda count: None)
+    assert [answer.response_ids for answer in answers[:2]] == [[50], [51]]
+    assert "other prompt_ids for this id" in answers[2].reason
+    for second in ({"response_ids": [9]}, {"finish_reason": "stop"}):
+        path = write_lines(tmp_path / "two.jsonl", [*records, records[0] | second])
+        with pytest.raises(ValueError, match=r"two\.jsonl:3: .*two\.jsonl:1 has another response to"):
+            ResponseFile(path, Spelling(tokenizer, EOS), max_new_tokens=4)
+
+
 def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     records = [{"id": f"p{number}", "response": "text"} for number in range(1, 9)]
     records += [{"id": "p9", "response_ids": [50, 51]}, {"id": "p10", "response_ids": [50, 1]}]
@@ -375,69 +389,3 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     assert rows["p1"]["response_ids"] == [*tokenizer("text").input_ids, 1]
     assert "no response in" in reasons["p0"]
     assert "data.max_new_tokens is 10" in reasons["p11"]
-
-
-@pytest.mark.parametrize("file", [{}, {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.1, "typical_p": 0.5}])
-def test_every_kind_of_server_gets_the_sampling_whatever_the_models_file_has(file):
-    of = {"sampling": Sampling(temperature=0.5, top_k=50), "max_new_tokens": 9, "eos_ids": [1]}
-    settings = request_settings("vllm", **of)
-    extra = {"top_k": 50, "return_token_ids": True, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert settings["extra_body"] == extra
-    assert (settings["temperature"], settings["top_p"], settings["presence_penalty"]) == (0.5, 1.0, 0.0)
-    generation = json.loads(request_settings("transformers", **of)["extra_body"]["generation_config"])
-    merged = GenerationConfig(**generation)
-    merged.update(**file, defaults_only=True)  # as `transformers serve` does
-    warpers = {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
-    expected = warpers | {
-        "repetition_penalty": 1.0,
-        "no_repeat_ngram_size": 0,
-        "max_new_tokens": 9,
-        "eos_token_id": [1],
-    }
-    assert {name: getattr(merged, name) for name in expected} == expected
-    with pytest.raises(ValueError, match="top_k is 50, which an OpenAI server does not support"):
-        request_settings("openai", **of)
-
-
-@pytest.mark.parametrize(
-    ("server", "sampling", "file", "complaint"),
-    [
-        (
-            {},
-            {},
-            {"repetition_penalty": 1.3, "top_k": 20},
-            r'has repetition_penalty 1.3, top_k 20, .* to \{"repetition',
-        ),
-        ({}, {}, {"min_p": 0.05}, "has min_p 0.05, which most servers apply"),
-        ({}, {"temperature": 0.0}, {"top_k": 20, "no_repeat_ngram_size": 3}, "has no_repeat_ngram_size 3, which"),
-        ({}, {"temperature": 0.0}, {"top_k": 20, "temperature": 0.6}, None),
-        ({"extra": {"repetition_penalty": 1.0}}, {}, {"repetition_penalty": 1.3}, None),
-        (
-            {"extra": {"repetition_penalty": 1.1}},
-            {},
-            {},
-            "extra has repetition_penalty 1.1, but labels are made with 1",
-        ),
-        ({"extra": {"temperature": 0.5}}, {}, {}, "extra has temperature 0.5, but labels are made with 1"),
-        ({"kind": "vllm", "extra": {"top_k": 9}}, {"top_k": 9}, {"repetition_penalty": 1.3}, None),
-        ({"kind": "vllm", "extra": {"top_k": 8}}, {"top_k": 9}, {}, "extra has top_k 8, but labels are made with 9"),
-        ({"kind": "transformers"}, {}, {"repetition_penalty": 1.3, "top_k": 20}, None),
-        ({"kind": "transformers"}, {}, {"suppress_tokens": [5]}, "sets suppress_tokens, which `transformers serve`"),
-    ],
-)
-def test_what_a_server_would_apply_by_itself_is_refused(server, sampling, file, complaint):
-    config = ServerConfig(**server)
-    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
-        check_unsent(config, Sampling(**sampling), file)
-
-
-def test_a_run_reads_the_targets_generation_config_and_reports_what_it_cannot_send(served, toy_pair, tmp_path, capsys):
-    target = shutil.copytree(toy_pair / "target", tmp_path / "target")
-    file = target / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 1.3}))
-    config = replace(served, pair=replace(served.pair, target=ModelSource(path=str(target))))
-    with pytest.raises(ValueError, match=r"has repetition_penalty 1\.3"):
-        make(with_data(config, dir=config.data.dir + "-penalised"))
-    say_once.cache_clear()
-    make(served)
-    assert capsys.readouterr().err.count("note: data.server.kind openai sends temperature and top_p") == 1
