@@ -13,7 +13,7 @@ from typing import Any
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import answers_in
-from data_gen.prompts.files import json_lines
+from data_gen.prompts.files import Fields, json_lines
 from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from store.progress import Bar
@@ -64,7 +64,9 @@ def responses(config: Config, *, out: str) -> None:
     Raises:
         ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
     """
-    path, written, num_added = local_path(out, "--out"), dict[tuple[str, int], int](), 0
+    path = local_path(out, "--out")
+    written: dict[tuple[str, int], int] = {}
+    num_added = 0
     read_manifest(config.data.dir)
     with atomic_file(path) as file:
         for where, record in json_lines(path) if path.is_file() else ():
@@ -86,12 +88,12 @@ def responses(config: Config, *, out: str) -> None:
     )
 
 
-def _key(record: Mapping[str, Any]) -> tuple[str, int]:
+def _key(record: Fields) -> tuple[str, int]:
     """What identifies a prompt: train and test may use the same id."""
     return record["id"], hash(tuple(record["prompt_ids"]))
 
 
-def _records(directory: str) -> Iterator[dict[str, Any]]:
+def _records(directory: str) -> Iterator[Fields]:
     folder = Path(directory)
     paths = [*folder.glob("stages/respond/*.safetensors"), *folder.glob("rows/*.parquet")]
     path_of = {path.stem: path for path in paths if is_whole(path)}  # rows win

@@ -13,7 +13,9 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-Record = tuple[str, str, dict[str, Any] | ValueError]
+Fields = dict[str, Any]
+"""One record, as JSON has it."""
+Record = tuple[str, str, Fields | ValueError]
 """Location of a record, its number from 0 (the default id), and the record or the error instead."""
 _GZIP = b"\x1f\x8b"
 _MAGIC = {
@@ -31,7 +33,7 @@ _BROKEN = (EOFError, zlib.error, gzip.BadGzipFile)
 _MAX_CELL = 2**31 - 1
 
 
-def json_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: str | Path) -> Iterator[tuple[str, Fields]]:
     """(location, object) of every record of `json_records`; ValueError for one that is not a JSON object."""
     for where, _, record in json_records(path):
         if isinstance(record, ValueError):
@@ -56,14 +58,14 @@ def json_records(path: str | Path) -> Iterator[Record]:
         raise ValueError(f"{path} is a damaged gzip file ({error}); fetch or copy it again") from error
 
 
-def _array_in(file: BufferedIOBase, path: str | Path) -> list[Any]:
+def _array_in(file: BufferedIOBase, path: str | Path) -> list[object]:
     try:
         return list(json.load(file))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected an array of JSON objects; {error}") from error
 
 
-def _object_in(line: bytes) -> dict[str, Any] | ValueError:
+def _object_in(line: bytes) -> Fields | ValueError:
     try:
         return _object_of(json.loads(line.decode("utf-8-sig")))
     except UnicodeDecodeError:
@@ -72,7 +74,7 @@ def _object_in(line: bytes) -> dict[str, Any] | ValueError:
         return ValueError(f"expected one JSON object on the line; {error}")
 
 
-def _object_of(value: Any) -> dict[str, Any] | ValueError:
+def _object_of(value: object) -> Fields | ValueError:
     return value if isinstance(value, dict) else ValueError(f"expected a JSON object, got {type(value).__name__}")
 
 
@@ -110,7 +112,7 @@ def table_records(path: str | Path, separator: str | None = None) -> Iterator[Re
         raise ValueError(f"{path} is a damaged gzip file ({error}); fetch or copy it again") from error
 
 
-def _row(names: list[str], cells: list[str]) -> dict[str, Any] | ValueError:
+def _row(names: list[str], cells: list[str]) -> Fields | ValueError:
     if len(cells) > len(names):
         return ValueError(f"expected {len(names)} cells, as in the header, got {len(cells)}")
     padded = cells + [""] * (len(names) - len(cells))

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from configs.hints import meant
-from data_gen.prompts.files import Record
+from data_gen.prompts.files import Fields, Record
 
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
@@ -150,7 +150,7 @@ def _check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def _mapped(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def _mapped(record: Fields, columns: Mapping[str, str]) -> Fields:
     """The record under our names: what a mapping replaces is left out, so that the mapping decides. ValueError if the
     record lacks a mapped column.
     """
@@ -249,7 +249,7 @@ def _form_of(record: dict[str, Any]) -> str | None:
     return next((name for name in present if record[name] is not None), present[0] if present else None)
 
 
-def _unused(record: Mapping[str, Any], form: str) -> set[str]:
+def _unused(record: Fields, form: str) -> set[str]:
     """Non-empty fields of a record that its prompt, read from `form`, ignores, except answers and facts about it."""
     known = _BESIDE | _ANSWERS | {form} | ({"history"} if form in _QUESTIONS else set())
     return {name for name, value in record.items() if value and name not in known}

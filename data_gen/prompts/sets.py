@@ -93,7 +93,8 @@ def load_prompts(
 
 
 def _check_split_ids(path: str, sources: Mapping[str, PromptSource]) -> None:
-    split_of, ids = listed_splits(path, SPLITS), set[str]()
+    split_of = listed_splits(path, SPLITS)
+    ids: set[str] = set()
     for name, source in sources.items():
         if _is_generated(source):
             continue

@@ -345,20 +345,22 @@ def _choice(completion: Any) -> dict[str, Any]:
     return choices[0]
 
 
-def _usage(completion: Mapping[str, Any], name: str) -> int:
+def _usage(completion: Mapping[str, object], name: str) -> int:
     """A number of tokens in the answer's `usage`; 0 if the server does not report it."""
     usage = completion.get("usage")
     number = usage.get(name) if isinstance(usage, dict) else None
     return number if type(number) is int else 0
 
 
-def _refuse_other_prompt(completion: Mapping[str, Any], choice: Mapping[str, Any], prompt_ids: Sequence[int]) -> None:
+def _refuse_other_prompt(
+    completion: Mapping[str, object], choice: Mapping[str, object], prompt_ids: Sequence[int]
+) -> None:
     """RefusedError if the answer shows that the server read another prompt than these ids."""
-    num_read, num_sent = _usage(completion, "prompt_tokens"), len(prompt_ids)
-    if num_read not in (0, num_sent):
+    num_read = _usage(completion, "prompt_tokens")
+    if num_read not in (0, len(prompt_ids)):
         raise RefusedError(
-            f"the server read a prompt of {num_read} tokens (usage.prompt_tokens), but {num_sent} were sent: it cuts "
-            "prompts, adds a token such as a second BOS, or wraps them in its own template"
+            f"the server read a prompt of {num_read} tokens (usage.prompt_tokens), but {len(prompt_ids)} were sent: "
+            "it cuts prompts, adds a token such as a second BOS, or wraps them in its own template"
         )
     if completion.get("truncated"):
         raise RefusedError("the server truncated the prompt or the response; give it a longer context")

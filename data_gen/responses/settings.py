@@ -65,7 +65,7 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
     return settings if kind == "transformers" else settings | _OPENAI
 
 
-def check_unsent(server: ServerConfig, sampling: Sampling, generation: Mapping[str, Any]) -> None:
+def check_unsent(server: ServerConfig, sampling: Sampling, generation: Mapping[str, object]) -> None:
     """Raise ValueError if the server would apply a setting that is not the run's `Sampling`; a note where it may.
 
     Args:
@@ -91,7 +91,7 @@ def check_unsent(server: ServerConfig, sampling: Sampling, generation: Mapping[s
         )
 
 
-def _check_openai(server: ServerConfig, sampling: Sampling, generation: Mapping[str, Any]) -> None:
+def _check_openai(server: ServerConfig, sampling: Sampling, generation: Mapping[str, object]) -> None:
     neutral = _NO_PENALTY | _NO_CUT | {"top_k": -1}
     differing = {
         name: value
@@ -116,6 +116,6 @@ def _check_openai(server: ServerConfig, sampling: Sampling, generation: Mapping[
         )
 
 
-def _is_same(name: str, value: Any, expected: float) -> bool:
+def _is_same(name: str, value: object, expected: float) -> bool:
     is_off = name == "top_k" and expected <= 0 and value in (0, -1)
     return bool(is_off or value == expected)

@@ -100,7 +100,8 @@ class ResponseFile:
         self._records: dict[str, list[str]] = {}
         lines: dict[tuple[str, str], tuple[str, str]] = {}
         for where, record in json_lines(path):
-            name, text = _row_name(record, where), json.dumps(record, sort_keys=True)
+            name = _row_name(record, where)
+            text = json.dumps(record, sort_keys=True)
             key = (name, str(record.get("prompt_ids")))
             first_where, first_text = lines.setdefault(key, (where, text))
             if first_text != text:

@@ -201,8 +201,9 @@ def test_a_file_grows_with_its_rows_and_what_was_labelled_from_it_goes_on(toy_co
 
 
 def test_a_file_that_holds_something_else_stays_as_it_is(made, tmp_path):
-    row, path = rows_of(made)[0], tmp_path / "responses.jsonl"
+    row = rows_of(made)[0]
     name = row["id"]
+    path = tmp_path / "responses.jsonl"
     for content, message in (
         ('{"id": "p1", "response": "mine"}\n', "responses.jsonl:1 was not written by this command"),
         (
