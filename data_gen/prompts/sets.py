@@ -101,7 +101,7 @@ def _check_split_ids(path: str, sources: Mapping[str, PromptSource]) -> None:
         prompt_set = set_of(source)
         if prompt_set.test_split is not None and "test" in split_of.values():
             raise ValueError(
-                f"{path} (data.split_ids) lists test ids, but {name} has a part for test of its own "
+                f"{path} (data.split_ids) lists test ids, but {name} has a separate part for test "
                 f"({prompt_set.test_split}); list train and dev only, or remove data.split_ids"
             )
         ids.update(prompt.id for prompt in load(prompt_set))

@@ -114,7 +114,7 @@ def test_listed_ids_are_those_of_prompts_each_in_one_split(tmp_path, capsys, lis
 def test_listed_test_ids_are_refused_where_a_set_has_its_own_test_part(tmp_path):
     (tmp_path / "ids.json").write_text('{"test": [0]}')
     config = DataConfig(prompts="gsm8k", split_ids=str(tmp_path / "ids.json"))
-    with pytest.raises(ValueError, match="lists test ids, but gsm8k has a part for test of its own"):
+    with pytest.raises(ValueError, match="lists test ids, but gsm8k has a separate part for test"):
         load_prompts(config, "train")
 
 
