@@ -11,7 +11,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
 from decode.policies.registry import LOGISTIC, POLICIES, policy_of, registered
-from evaluation.families import ORACLE, PERFECT
+from evaluation.families import ORACLE, PERFECT, SPECDEC
 from evaluation.played import Played
 from evaluation.traces.bounds import Oracle, ScoreHead
 from heads.model.head import AcceptanceHead
@@ -52,6 +52,10 @@ class Arm:
     test: Played
 
 
+CALIBRATED = "is_calibrated"
+"""The parameter of heads that is no number: whether a threshold bounds a calibrated or a raw probability."""
+
+
 def head_in(name: str) -> str:
     """Name of the head in the name of a grid; empty if there is none."""
     return name.removeprefix(_HEAD) if name.startswith(_HEAD) else ""
@@ -59,10 +63,19 @@ def head_in(name: str) -> str:
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:
     """A grid's setting in a few characters."""
-    values = ", ".join(
-        f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in setting.items()
-    )
+    values = ", ".join(_named_value(key, value) for key, value in setting.items())
     return f"{head}: {values}" if (head := head_in(name)) else values or "-"
+
+
+def _named_value(key: str, value: object) -> str:
+    if key == CALIBRATED:
+        return calibration_text(bool(value))
+    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+
+
+def calibration_text(is_calibrated: bool) -> str:
+    """Which probability of a head a threshold bounds."""
+    return "calibrated" if is_calibrated else "raw"
 
 
 def competitors_of(
@@ -76,7 +89,9 @@ def competitors_of(
 
     Args:
         grids: policy -> parameter -> values, instead of the built-in values of that policy.
-        heads: by name; each is a competitor.
+        heads: by name; each is a competitor. Thresholds are on calibrated probabilities, which do not depend on the
+            weights of the training's loss; those of SpecDec++'s own heads are on raw ones, as in the paper. Values of
+            `is_calibrated` in `grids` replace both.
         max_draft_length: the longest fixed length.
         policies: names of those that compete, and fixed lengths, which gains are measured from; empty: all.
 
@@ -104,8 +119,11 @@ def competitors_of(
             competitors.append(make_competitor(name, name, parameters))
             continue
         for head_name, head in heads.items():
-            of_head = make_competitor(family_of(head), name, parameters, head=head)
-            competitors.append(replace(of_head, name=f"{_HEAD}{head_name}"))
+            family = family_of(head)
+            of_head = dict(parameters)
+            of_head.setdefault(CALIBRATED, [family != SPECDEC])
+            competitor = make_competitor(family, name, of_head, head=head)
+            competitors.append(replace(competitor, name=f"{_HEAD}{head_name}"))
     return competitors
 
 
@@ -140,7 +158,7 @@ def family_of(head: AcceptanceHead) -> str:
     """The heads that a head competes with: SpecDec++'s own (fed-time, the hidden state alone), or the others of its
     timing.
     """
-    return "head_specdec" if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
+    return SPECDEC if head.timing == "fed" and not any(head.inputs) else f"head_{head.timing}"
 
 
 def bounds(*, perfect_head: bool = True) -> Iterator[Competitor]:

@@ -13,6 +13,8 @@ from heads.model.head import Timing
 ALONE, BASELINE, PRODUCT = "target_alone", "fixed_length", "cumulative_token_prob"
 """The target without a draft, the family that gains are measured from, and the best-known rule without training."""
 PERFECT, ORACLE, LENGTH_HEAD = "perfect_drawn", "oracle", "length_head"
+SPECDEC = "head_specdec"
+"""SpecDec++'s own heads, fed-time on the hidden state alone."""
 LENGTHS, PROBABILITIES, ENTROPIES, CUSTOM, ENGINES = "lengths", "probabilities", "entropies", "custom", "engines"
 PAPERS, HEADS, AUTO, BOUND = "SpecDec++", "heads", "auto", "bounds"
 TRAINING_FREE = "training-free"
@@ -52,7 +54,7 @@ _KINDS = (
 )
 """Kinds of the policies that `decode.policies.registry` has from the start; those that users add are CUSTOM."""
 _TRAINED_AND_BOUNDS = {
-    "head_specdec": Family("SpecDec++", PAPERS, "fed"),
+    SPECDEC: Family("SpecDec++", PAPERS, "fed"),
     "head_fed": Family("best head, fed-time with scalars", HEADS, "fed"),
     "head_drawn": Family("best head, drawn-time", HEADS, "drawn"),
     "head_prefix": Family("best prefix head", HEADS, "prefix"),

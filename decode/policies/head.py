@@ -21,8 +21,9 @@ class HeadPolicy(ScoringPolicy):
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
             6. "auto" makes an `Auto` instead of this policy: the rule of law 4.11, with the times that `evaluation
             tune` wrote into the head's config.
-        is_calibrated: "auto" always uses calibrated probabilities.
-        is_learning: None: "auto" does if it can, a fixed threshold, which is for raw probabilities, does not.
+        is_calibrated: whether the threshold is on calibrated probabilities, as those that `tune` chooses are but for
+            SpecDec++'s own heads; "auto" always uses calibrated ones.
+        is_learning: None: "auto" does if it can, a fixed threshold does not.
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
 

@@ -11,6 +11,8 @@ candidate head      as a drawn-time head, for the candidates of a tree
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from decode.policies.base import AfterDraw, Head, Number, Policy, State, timing_of
 from decode.policies.learning import FIRST, NOTHING, clip, logit_of, score_of, sigmoid, token_feedback
 
@@ -20,7 +22,7 @@ class ScoringPolicy(Policy):
 
     Attributes:
         head: of any timing.
-        is_calibrated: calibrated probabilities; False: raw ones.
+        is_calibrated: calibrated probabilities; False: raw ones. An array in replay, as any parameter.
         is_learning: refit the head's calibration during generation (`decode.policies.learning`).
     """
 
@@ -74,8 +76,13 @@ class ScoringPolicy(Policy):
         """
         if self.is_learning:
             return score_of(learned.weights, self._inputs(signals))
-        shift, temperature = self._calibration if self.is_calibrated else (0.0, 1.0)
-        return sigmoid((getattr(signals, self._logit) + shift) / temperature)
+        logit = getattr(signals, self._logit)
+        calibrated = self.is_calibrated
+        if isinstance(calibrated, np.ndarray):  # settings side by side, in replay
+            shift, temperature = self._calibration
+            return sigmoid(np.where(calibrated, (logit + shift) / temperature, logit))
+        shift, temperature = self._calibration if calibrated else (0.0, 1.0)
+        return sigmoid((logit + shift) / temperature)
 
     def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return token_feedback(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()

@@ -30,6 +30,7 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import family_of
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for, loop_of
+from evaluation.families import SPECDEC
 from evaluation.table import Table
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -52,7 +53,7 @@ Best = tuple[float, float]
 
 def specdec_tables(experiment: Experiment) -> list[Table]:
     """Tables 1 to 3; ValueError if none of the heads is one of the paper's."""
-    heads = {name: head for name, head in experiment.heads.items() if family_of(head) == "head_specdec"}
+    heads = {name: head for name, head in experiment.heads.items() if family_of(head) == SPECDEC}
     if not heads:
         raise ValueError(
             f"none of {len(experiment.heads)} heads is fed-time and reads the hidden state alone, as SpecDec++'s are; "

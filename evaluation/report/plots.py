@@ -1,12 +1,13 @@
 """Plots of an evaluation, as SVG for the page and as files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
+from evaluation.competitor import CALIBRATED
 from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
 from evaluation.figure import GREY, Plot, figure_of, plot_of
@@ -15,6 +16,7 @@ from evaluation.traces.trace import Trace
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
 _BINS = 15
+_RAW = " on raw probabilities"
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
 _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
@@ -28,17 +30,21 @@ def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
 
 
 def thresholds(contest: Contest) -> list[Plot]:
-    """Speed-up over the threshold of each family with one parameter, at its best arm; a plot for each parameter."""
+    """Speed-up over the threshold of each family whose settings differ by one, at its best arm; a plot for each
+    parameter.
+    """
     times, by_parameter = contest.times, dict[str, list[Result]]()
     for name, result in contest.results.items():
         settings = result.competitor.settings
-        if name in BOUNDS or len(settings) <= 4 or any(len(setting) != 1 for setting in settings):
+        parameter = _threshold_of(settings)
+        if name in BOUNDS or len(settings) <= 4 or parameter is None:
             continue
-        ((parameter, value),) = settings[0].items()
-        # the product's parameter has the name of token_prob's, but bounds another probability
-        parameter = PRODUCT if name == PRODUCT else parameter
-        if isinstance(value, float):
-            by_parameter.setdefault(parameter, []).append(result)
+        # the product's parameter has the name of token_prob's, but bounds another probability, as does a raw one
+        if name == PRODUCT:
+            parameter = PRODUCT
+        elif not settings[0].get(CALIBRATED, True):
+            parameter = f"{parameter}{_RAW}"
+        by_parameter.setdefault(parameter, []).append(result)
     plots = []
     for number, (parameter, members) in enumerate(by_parameter.items(), 1):
         figure, axes = figure_of(2.8)
@@ -46,7 +52,9 @@ def thresholds(contest: Contest) -> list[Plot]:
         for result in members:
             assert result.arm is not None
             colour, line = styles[result.family]
-            values = [next(iter(setting.values())) for setting in result.competitor.settings]
+            threshold = _threshold_of(result.competitor.settings)
+            assert threshold is not None
+            values = [setting[threshold] for setting in result.competitor.settings]
             speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
             axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
             axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
@@ -54,6 +62,12 @@ def thresholds(contest: Contest) -> list[Plot]:
         name = f"thresholds-{number}"
         plots.append(plot_of(name, caption, figure, xlabel=parameter, ylabel="predicted speed-up"))
     return plots
+
+
+def _threshold_of(settings: Sequence[Mapping[str, object]]) -> str | None:
+    """The one parameter by which settings differ, if it is a number that is no count."""
+    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
+    return varying[0] if len(varying) == 1 and isinstance(settings[0][varying[0]], float) else None
 
 
 def draft_lengths(contest: Contest) -> Plot:

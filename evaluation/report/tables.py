@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
 
+from evaluation.competitor import CALIBRATED, calibration_text
 from evaluation.contest import Contest, Result, fastest
 from evaluation.families import (
     ALONE,
@@ -127,7 +128,10 @@ def title_of(contest: Contest) -> str:
 
 def values_of(setting: Mapping[str, Any]) -> str:
     """The values of a setting, without their names."""
-    return ", ".join(f"{value:.3g}" if isinstance(value, float) else f"{value}" for value in setting.values())
+    values = {key: f"{value:.3g}" if isinstance(value, float) else f"{value}" for key, value in setting.items()}
+    if CALIBRATED in setting:
+        values[CALIBRATED] = calibration_text(setting[CALIBRATED])
+    return ", ".join(values.values())
 
 
 def stages_of(contest: Contest) -> list[dict[str, Any]]:
@@ -173,7 +177,7 @@ def stage_table(contest: Contest) -> Table:
     stages, alone = stages_of(contest), speed_text(1 / contest.times.t_target_s[0])
     rows = [{"stage": f"{family(ALONE).label}\nno draft", "tokens/s": alone}]
     for stage in stages:
-        row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 34)}"}
+        row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 30)}"}
         if "gain" in stage:
             row["tokens/s"] = speed_text(stage["tokens_per_s"].value)
         if "added" in stage:

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.competitor import competitors_with
+from evaluation.competitor import CALIBRATED, calibration_text, competitors_with
 from evaluation.contest import Contest, Replays, fastest_on_dev, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
@@ -81,7 +81,6 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
         [[rule, online]] = replays.autos(head, [times])
         ruled = result_of(rule, 0, times)
         recommended = {
-            "is_calibrated": False,
             **result.setting,
             "tokens_per_s": result.on_dev,
             "auto_tokens_per_s": float(times.throughput(rule.dev).tokens_per_s[0]),
@@ -95,6 +94,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
             "head": arm.competitor.head,
             "timing": head.timing,
             "max_rejection_prob": result.setting["max_rejection_prob"],
+            CALIBRATED: result.setting[CALIBRATED],
             "tokens_per_s_on_dev": result.on_dev,
             "tokens_per_s": result.tokens_per_s,
             "gain": result.over(baseline),
@@ -116,6 +116,7 @@ def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Tab
             "head": row["head"],
             "what": TIMING_LABELS[row["timing"]],
             "threshold": f"{row['max_rejection_prob']:.4f}",
+            "on": calibration_text(row[CALIBRATED]),
             "predicted gain": row["gain"].words,
             "tokens/s": f"{row['tokens_per_s']:.1f}",
             "auto": f"{row['auto_tokens_per_s'] / fixed - 1:+.1%}",
@@ -124,7 +125,8 @@ def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Tab
         for row in tuned
     ]
     note = (
-        "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, chosen on dev. Gains: on "
+        "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, on calibrated or raw "
+        "probabilities, chosen on dev. Gains: on "
         f"test, over the best fixed length, {contest.baseline.setting['k']}, predicted from counts and times. auto: "
         "the rule that needs no threshold. Best on dev first"
     )

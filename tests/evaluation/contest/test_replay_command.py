@@ -86,7 +86,7 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     lines, tuned = printed(capsys, "tune", *flags)
     assert (max(map(len, lines)) <= 190, lines[0][:17]) == (True, "replay: tune: 0 %"), "a bar comes first"
     (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
-    threshold, gain = (row[column].strip() for column in (3, 4))
+    threshold, gain = (row[column].strip() for column in (3, 5))
     assert re.fullmatch(r"[+-]\d+\.\d %", gain), "too few prompts for an interval"
     assert len("│".join(row)) <= 100
     text = " ".join(" ".join(lines).split())
@@ -104,7 +104,9 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     _, evaluated = printed(capsys, "evaluate", *flags)
     assert json.loads(Path(flags[3], "verdict.json").read_text()) == evaluated["verdict"] == tuned["verdict"]
     rows = {row["family"]: row for row in evaluated["results"]}
-    assert json.loads(rows["head_drawn"]["setting"]) == {"max_rejection_prob": head["max_rejection_prob"]}
+    names = ("max_rejection_prob", "is_calibrated")
+    assert json.loads(rows["head_drawn"]["setting"]) == {name: recommended[name] for name in names}
+    assert recommended["is_calibrated"] is head["is_calibrated"] is True
     assert rows["head_drawn"]["tokens_per_s"] == pytest.approx(head["tokens_per_s"])
     called("generate", *flags, "--prompt", "Tom has 3 apples.", "--max_new_tokens", "4")
     said = capsys.readouterr().err.splitlines()[0]
