@@ -231,8 +231,8 @@ class HeadsConfig:
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
     """When a token is scored: fed (once read, the paper's), drawn, prefix (before it is drawn), candidate (trees)."""
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
-    """Inputs besides the hidden state: none (false), log q(y) and H(q) (true; prefix heads: H(q)), or a list of names
-    such as [entropy]; text_position is log(1 + response tokens before y)."""
+    """Inputs besides the hidden state: none (false), log q(y), H(q) and logit q(y) (true; prefix heads: H(q) and logit
+    max q), or a list of names such as [entropy]; text_position is log(1 + response tokens before y)."""
     embeddings: tuple[bool, ...] = (False,)
     """Whether the draft's token embedding is an input too; prefix heads, which see no token, never read it."""
     normalised: tuple[bool, ...] = (False,)

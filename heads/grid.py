@@ -1,13 +1,13 @@
 """The grid of a sweep: its heads, their names, and which of them are stacked."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from configs.schema import HeadsConfig
 from heads.model.formula import PAPERS
 from heads.model.head import HeadShape, Timing
-from heads.model.inputs import STANDARD, Inputs
+from heads.model.inputs import SIGNALS, Inputs
 
 
 @dataclass(frozen=True, order=True)
@@ -47,12 +47,19 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
         for timing, inputs, architecture in kinds
         for depth in config.depths
     )
-    return list(dict.fromkeys(shapes))
+    unique = list(dict.fromkeys(shapes))
+    of_name: dict[str, HeadShape] = {}
+    for shape in unique:
+        if (other := of_name.setdefault(str(shape), shape)) != shape:
+            read = f"heads.scalars has {list(other.inputs.scalars)} and {list(shape.inputs.scalars)}"
+            raise ValueError(f"{read}, whose heads have the same name, {shape}; train them in separate heads.dir")
+    return unique
 
 
-def scalar_names(shapes: Iterable[HeadShape]) -> tuple[str, ...]:
-    """Every scalar that a sweep reads: the standard ones, which every head is compared with, then the heads' others."""
-    return tuple(dict.fromkeys([*STANDARD, *(name for shape in shapes for name in shape.inputs.scalars)]))
+def scalar_names(shapes: Sequence[HeadShape]) -> tuple[str, ...]:
+    """Every scalar that a sweep reads: the signals that its heads are compared with, then the heads' others."""
+    compared = ("log_token_prob", "entropy", *(SIGNALS[shape.timing] for shape in shapes))
+    return tuple(dict.fromkeys([*compared, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
 def specs(config: HeadsConfig) -> list[HeadSpec]:

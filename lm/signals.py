@@ -10,11 +10,13 @@ Nothing stores it; readers count. The prompt is left out: its length would hide 
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from lm.draws import array_of
 
@@ -24,6 +26,8 @@ Logits = Float[Tensor, "*position vocab"]
 Numbers = Float[Tensor, "*position"]
 Ids = Int[Tensor, " position"]
 POSITION = "text_position"  # scalar of a token's index in its response
+LARGEST_LOGIT = 16.0
+"""Logits of probabilities are clamped to ±16 (1 - q = 1.1e-7), so that a certain token gives a head a finite input."""
 _NUM_TOP = 10  # tokens that llama.cpp's draft sampler keeps
 
 
@@ -61,11 +65,34 @@ def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
     return (largest - largest[..., :1]).exp().sum(-1).reciprocal()
 
 
+def _log_odds(logits: Tensor, ids: Tensor) -> Tensor:
+    """log(q(v) / (1 - q(v))) of one token per position, unclamped. 1 - q(v) is the sum over the other tokens, so it is
+    not lost where q(v) rounds to 1; without other tokens it is 0 and the result infinite.
+    """
+    index = ids.unsqueeze(-1)
+    others = logits.scatter(-1, index, -torch.inf).logsumexp(-1)
+    return logits.gather(-1, index).squeeze(-1) - others
+
+
+def _logit_of_max(logits: Tensor, _: Tensor) -> Tensor:
+    return _log_odds(logits, logits.argmax(-1)).clamp(max=LARGEST_LOGIT)
+
+
+def logit_of_log(log_prob: Numbers) -> Numbers:
+    """log(q / (1 - q)), within ±16, of log q <= 0. Near q = 1 its error is the relative error of log q, which is small
+    for a stored `log_token_prob`, but not for the difference of two larger numbers in float32.
+    """
+    log_prob = log_prob.clamp(max=0.0)
+    return (log_prob - torch.log(-torch.expm1(log_prob))).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+
+
 SCALARS = {
-    "log_token_prob": Scalar(
-        "log q(y)", True, lambda logits, y: logits.gather(-1, y.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-    ),
+    "log_token_prob": Scalar("log q(y)", True, lambda logits, y: logsigmoid(_log_odds(logits, y))),
     "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
+    "logit_token_prob": Scalar(
+        "logit q(y)", True, lambda logits, y: _log_odds(logits, y).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    ),
+    "logit_max_prob": Scalar("logit max q", False, _logit_of_max),
     POSITION: Scalar("log(1 + response tokens before y)", False, lambda logits, count: count.to(logits.dtype).log1p()),
 }
 """Every scalar that a head can read, by name."""
@@ -84,10 +111,14 @@ def signals_of(
     """The named signals of drawn tokens (None: the stored scalars), from the draft's logits before truncation and
     temperature; `POSITION` needs `count`, the tokens of the response before each token.
     """
-    logits, names = upcast(logits), stored_scalars() if names is None else names
-    formulas = {name: _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula for name in names}
-    given: dict[str, Any] = {name: count if name == POSITION else token for name in formulas}
-    return {name: formula(logits, given[name]) for name, formula in formulas.items()}
+    logits = upcast(logits)
+    columns: dict[str, Tensor] = {}
+    for name in stored_scalars() if names is None else names:
+        formula = _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula
+        given = count if name == POSITION else token
+        assert given is not None, f"{POSITION} needs count"
+        columns[name] = formula(logits, given)
+    return columns
 
 
 class TokenStats(NamedTuple):
@@ -96,21 +127,38 @@ class TokenStats(NamedTuple):
     entropy: float
     max_prob: float
     log_token_prob: float
+    logit_token_prob: float
+    logit_max_prob: float
 
 
-def token_stats(logits: Row, token_id: int, *, probs: Row | None = None, has_entropy: bool = True) -> TokenStats:
+def token_stats(
+    logits: Row, token_id: int, *, probs: Row | None = None, has_entropy: bool = True, has_logits: bool = True
+) -> TokenStats:
     """`signals_of` one token on the CPU, in numpy, whose calls on single rows cost a fraction of torch's. `probs`:
-    softmax(logits), if it is known; without `has_entropy` the entropy is 0.
+    softmax(logits), if it is known; without `has_entropy` the entropy is 0, without `has_logits` both logits are.
     """
-    row, weights = array_of(logits), array_of(upcast(logits).softmax(-1) if probs is None else probs)
-    best = weights.argmax()
+    row = array_of(logits)
+    weights = array_of(upcast(logits).softmax(-1) if probs is None else probs)
+    best = int(weights.argmax())
     max_prob = weights.item(best)
     log_total = row.item(best) - math.log(max_prob)  # from the most probable token, whose probability is never 0
-    entropy = 0.0
+    log_token_prob = row.item(token_id) - log_total
+    entropy = logit_token_prob = logit_max_prob = 0.0
     if has_entropy:
         with np.errstate(invalid="ignore"):
             mean = float(weights.dot(row))
         if mean != mean:  # a token of probability 0 has logit -inf, and adds nothing
             mean = float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
         entropy = max(log_total - mean, 0.0)  # rounding would bring near-certain tokens below 0
-    return TokenStats(entropy, max_prob, row.item(token_id) - log_total)
+    if has_logits:
+        # all but the largest: 1 - max_prob would round to 0
+        others = float(weights[:best].sum()) + float(weights[best + 1 :].sum())
+        log_odds = math.log(max_prob / others) if others > 0 else math.inf
+        logit_max_prob = min(log_odds, LARGEST_LOGIT)
+        if token_id == best:
+            logit_token_prob = logit_max_prob
+            log_token_prob = -math.log1p(others / max_prob)
+        else:  # q(y) is at most 1/2
+            odds = log_token_prob - math.log1p(-min(math.exp(log_token_prob), 0.5))
+            logit_token_prob = max(odds, -LARGEST_LOGIT)
+    return TokenStats(entropy, max_prob, log_token_prob, logit_token_prob, logit_max_prob)

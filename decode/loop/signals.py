@@ -24,7 +24,7 @@ from lm.features.model import BlockModel
 from lm.signals import POSITION, TokenStats, signals_of, token_stats
 
 FED = "fed_logit"
-_NO_STATS = TokenStats(0.0, 0.0, -math.inf)
+_NO_STATS = TokenStats(0.0, 0.0, -math.inf, 0.0, 0.0)
 
 
 class SignalReader:
@@ -112,7 +112,9 @@ class HostSignals(SignalReader):
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
-        self._has_entropy, self._has_top = "entropy" in self.names, "top_prob" in self.names
+        self._has_entropy = "entropy" in self.names
+        self._has_top = "top_prob" in self.names
+        self._has_logits = not {"logit_token_prob", "logit_max_prob"}.isdisjoint(self.names)
         self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
         numbers = (*TokenStats._fields, POSITION, *self._others)
         scores = {name: HostHead(head, names=numbers).score for name, head in self.heads.items()}
@@ -124,7 +126,7 @@ class HostSignals(SignalReader):
             return token, AfterDraw(position)
         stats, top_prob, fed_logit, prefix_logit, drawn_logit = _NO_STATS, 0.0, math.inf, 0.0, 0.0
         if self.names:
-            stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy)
+            stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy, has_logits=self._has_logits)
         if self._has_top:
             top_prob = self._by_formula(logits, token, ["top_prob"])[0]
         if self.heads:
@@ -140,9 +142,8 @@ class HostSignals(SignalReader):
             if self._score_drawn is not None:
                 drawn_logit = self._score_drawn(hidden, numbers, token)
         confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
-        entropy, max_prob, log_token_prob = stats
-        before = position, entropy, max_prob, fed_logit, prefix_logit, top_prob, confidence
-        return token, AfterDraw(*before, math.exp(log_token_prob), drawn_logit)
+        before = position, stats.entropy, stats.max_prob, fed_logit, prefix_logit, top_prob, confidence
+        return token, AfterDraw(*before, math.exp(stats.log_token_prob), drawn_logit)
 
     def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
         return [column.item() for column in signals_of(logits[None], torch.tensor([token_id]), names).values()]

@@ -30,8 +30,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from data_gen.store.rows import read_rows
+from heads.model.inputs import SIGNALS
 from lm.forwards import hidden_states
-from lm.signals import POSITION
+from lm.signals import POSITION, logit_of_log
 
 RATE = "acceptance_rate"
 """Label of prefix heads."""
@@ -120,7 +121,7 @@ class FeatureShard:
             every = file.get_tensor("row_offsets")
             offsets = every[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
-            numbers = {name: file.get_slice(name)[first:last] for name in names}
+            numbers = {name: _column(file, name, first, last) for name in names}
             is_drafted = file.get_slice("is_drafted")[first * self.mixes : last * self.mixes]
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
             ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else every[1:]
@@ -170,7 +171,7 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
             problem = f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}"
             raise ValueError(f"{problem}; they come from another draft: delete the features and make them again")
         for name in names:
-            values = file.get_tensor(name)
+            values = _column(file, name)
             # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
             extremes = torch.stack(values.aminmax()) if values.numel() else torch.zeros(2)
             if not _allowed(name, extremes).all():
@@ -189,14 +190,38 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
             f"{path} is not a complete safetensors file ({error}); delete it and run `acceptance-heads data`"
         ) from error
     with file:
-        missing = sorted(set(names) - set(file.keys()))
+        missing = sorted({_source(file, name) for name in names} - set(file.keys()))
         if RATE in missing:
             problem = f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack it"
             raise ValueError(f"{problem}: make the data with data.mode together, or remove prefix from heads.timings")
+        remedy = f"delete {path.parent} and run `acceptance-heads data` again"
+        if SIGNALS["prefix"] in missing:
+            problem = f"{path} has no {SIGNALS['prefix']}, which prefix heads are compared with; data of version 0.2.0"
+            raise ValueError(f"{problem} lacks it: {remedy}, or remove prefix from heads.timings")
         if missing:
-            remedy = f"delete {path.parent} and run `acceptance-heads data` again"
             raise ValueError(f"{path} has no tensor {missing[0]!r}; {remedy}")
         yield file
+
+
+def _source(file: safe_open, name: str) -> str:
+    """The tensor that a column is read from: data of version 0.2.0 has no logit q(y), which follows from log q(y)."""
+    is_derived = name == "logit_token_prob" and name not in file.keys()  # noqa: SIM118, the file is not a mapping
+    return "log_token_prob" if is_derived else name
+
+
+def _column(file: safe_open, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    """Some rows of a tensor, or of what follows from one."""
+    source = _source(file, name)
+    values: Tensor = file.get_slice(source)[start:stop]
+    return values if source == name else logit_of_log(values)
+
+
+def has_exact_logits(labels: Path) -> bool:
+    """Whether logit q(y) was computed from logits. Data of version 0.2.0 has log q(y) alone, in which float32 rounds
+    1 - q(y) to about 1e-6.
+    """
+    with _opened(labels) as file:
+        return _source(file, "logit_token_prob") == "logit_token_prob"
 
 
 def _response_index(lengths: Int[Tensor, " drafts"], first: int, every: int) -> Int[Tensor, " tokens"]:

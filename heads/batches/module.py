@@ -18,7 +18,7 @@ from torch import Tensor
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.manifest import describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
-from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers
+from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, has_exact_logits
 from heads.batches.loader import BatchLoader, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
@@ -58,6 +58,13 @@ class FeatureData(pl.LightningDataModule):
             shards = [of_shard for of_split in paths.values() for of_shard in of_split]
             check = partial(check_numbers, columns=self.columns, width=self.hidden_size)
             check_sums([path for of_shard in shards for path in of_shard.values()], check=check)
+            if "logit_token_prob" in self.columns and not has_exact_logits(paths["train"][0]["labels"]):
+                print(
+                    f"warning: {data.dir} was made by version 0.2.0 or earlier: logit q(y) is computed from log q(y), "
+                    "whose float32 rounds 1 - q(y) to about 1e-6, so logits above 10 are inexact; for exact ones "
+                    f"delete {data.dir}/labels and run `acceptance-heads data` again",
+                    file=sys.stderr,
+                )
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
 
     def train_dataloader(self) -> BatchLoader:

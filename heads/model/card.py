@@ -30,7 +30,7 @@ def description(config: dict[str, Any], *, num_parameters: int) -> str:
 
 def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     """The macros of card.jinja, filled in."""
-    inputs = Inputs.of(config["scalars"], config.get("embedding", False), config["timing"])
+    inputs = Inputs.from_config(config)
     facts = {"architecture": PAPERS, "embedding": False, "papers": PAPERS, "num_parameters": num_parameters} | config
     facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")}
     mixing = {"token mixing ratio": config.get("mixing_ratio")} if config["timing"] == "fed" else {}

@@ -148,7 +148,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Args:
             hidden_size: width of the draft's hidden state.
             depth: D, the number of residual blocks; 0 is a linear head.
-            scalars: also read (log q(y), H(q)), or H(q) alone for a prefix head, or scalars by name, in this order.
+            scalars: true: also read log q(y), H(q) and logit q(y), or H(q) and logit max q for a prefix head; or
+                scalars by name, in this order.
             embedding: also read the draft's input embedding of the token (of width hidden_size).
             is_normalised: normalise hidden state and embedding to mean 0 and variance 1 first (not in the paper).
             architecture: key of `heads.model.formula.ARCHITECTURES`.
@@ -286,9 +287,14 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
         """A head with random weights, from a config.json."""
-        optional = ("timing", "scalars", "embedding", "is_normalised", "architecture")
-        given = {key: config[key] for key in optional if key in config}
-        return cls(config["hidden_size"], config["num_layers"], **given, provenance=Provenance.from_dict(config))
+        return cls(
+            config["hidden_size"],
+            config["num_layers"],
+            config.get("timing", "fed"),
+            *Inputs.from_config(config),
+            architecture=config.get("architecture", PAPERS),
+            provenance=Provenance.from_dict(config),
+        )
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:

@@ -4,7 +4,7 @@ A prefix head scores a token before it is drawn (law 4.8c), so it has no input t
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,8 +13,22 @@ from torch.nn import functional
 
 from lm.signals import SCALARS
 
-STANDARD = ("log_token_prob", "entropy")
-"""Meaning of `scalars: true` in a config and in config.json; for a prefix head, those that do not read the token."""
+STANDARD = ("log_token_prob", "entropy", "logit_token_prob")
+"""Meaning of `scalars: true` in a config, for heads that score a known token."""
+STANDARD_OF_PREFIX = ("entropy", "logit_max_prob")
+"""Meaning of `scalars: true` in a config, for prefix heads."""
+EARLIER_STANDARD = ("log_token_prob", "entropy")
+"""Meaning of `scalars: true` in a config.json, as versions up to 0.2.0 wrote it; newer ones list names."""
+_STANDARDS = (STANDARD, STANDARD_OF_PREFIX, EARLIER_STANDARD)
+"""Sets that a head's name abbreviates to +s, longest first."""
+
+SIGNALS = {
+    "fed": "logit_token_prob",
+    "drawn": "logit_token_prob",
+    "prefix": "logit_max_prob",
+    "candidate": "logit_token_prob",
+}
+"""Timing of a head -> the scalar that predicts its label without training; the head must predict it better."""
 
 EPSILON = 1e-5
 """Added to the variance that normalisation divides by."""
@@ -32,15 +46,24 @@ class Inputs(NamedTuple):
     def of(
         cls, scalars: bool | Sequence[str], embedding: bool, timing: str = "drawn", is_normalised: bool = False
     ) -> "Inputs":
-        """The inputs that a config or config.json names; ValueError for an unknown or repeated scalar."""
+        """The inputs that a config names; ValueError for an unknown or repeated scalar."""
         if isinstance(scalars, bool):
-            readable = [name for name in STANDARD if timing != "prefix" or not SCALARS[name].reads_token]
-            scalars = readable if scalars else ()
+            standard = STANDARD_OF_PREFIX if timing == "prefix" else STANDARD
+            scalars = standard if scalars else ()
         if not set(scalars) <= SCALARS.keys() or len(set(scalars)) < len(scalars):
             raise ValueError(
                 f"scalars are {list(scalars)}; use true, false, or some of {', '.join(SCALARS)}, each once"
             )
         return cls(tuple(scalars), bool(embedding), bool(is_normalised))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Inputs":
+        """The inputs that a config.json names; errors as `of` has them."""
+        scalars = config.get("scalars", False)
+        timing = config.get("timing", "fed")
+        if scalars is True:
+            scalars = [name for name in EARLIER_STANDARD if timing != "prefix" or not SCALARS[name].reads_token]
+        return cls.of(scalars, config.get("embedding", False), timing, config.get("is_normalised", False))
 
     @property
     def reads_token(self) -> bool:
@@ -49,14 +72,17 @@ class Inputs(NamedTuple):
 
     @property
     def label(self) -> str:
-        """+s for the standard scalars, others by name, +e for the embedding, +n if normalised."""
-        names = ("s", *self.scalars[len(STANDARD) :]) if self.scalars[: len(STANDARD)] == STANDARD else self.scalars
+        """+s for standard scalars, others by name, +e for the embedding, +n if normalised."""
+        names = self.scalars
+        for standard in _STANDARDS:
+            if names[: len(standard)] == standard:
+                names = ("s", *names[len(standard) :])
         return "".join(f"+{name}" for name in (*names, *("e" * self.embedding), *("n" * self.is_normalised)))
 
     @property
     def config(self) -> dict[str, bool | list[str]]:
         """The keys of config.json."""
-        named: dict[tuple[str, ...], bool] = {(): False, STANDARD: True}
+        named: dict[tuple[str, ...], bool] = {(): False, EARLIER_STANDARD: True}
         return self._asdict() | {"scalars": named.get(self.scalars, list(self.scalars))}
 
     def taken(self, states: Float[Tensor, "*tokens hidden"]) -> Float[Tensor, "*tokens hidden"]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from heads.grid import HeadSpec
 from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
 from heads.model.head import AcceptanceHead, HeadShape, Provenance
-from heads.model.inputs import STANDARD
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 
 
@@ -38,8 +37,8 @@ class HeadStack(nn.Module):
         self._names = {name: name.replace(".", "_") for name in initial}
         for name, parameter_name in self._names.items():
             self.register_parameter(parameter_name, nn.Parameter(torch.stack([initial[name]] * len(self.specs))))
-        # checkpoints have both buffers even if the heads read no scalars
-        num_scalars = len(shape.inputs.scalars or STANDARD)
+        # checkpoints have both buffers, of two numbers, even if the heads read no scalars
+        num_scalars = len(shape.inputs.scalars) or 2
         self.register_buffer("scalar_mean", torch.zeros(num_scalars))
         self.register_buffer("scalar_scale", torch.ones(num_scalars))
 

@@ -16,6 +16,7 @@ from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from heads.batches.module import FeatureData
 from heads.training.command import train
+from lm.signals import logit_of_log
 from store.shards import shard_path, write_shard
 
 HIDDEN = 16
@@ -42,6 +43,8 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
         "acceptance_rate": (hidden @ direction).sigmoid(),  # what a head that knows no token can say
         "log_q": log_token_prob.clone(),
         "log_token_prob": log_token_prob,
+        "logit_token_prob": logit_of_log(log_token_prob),
+        "logit_max_prob": torch.rand(count, generator=torch.Generator().manual_seed(seed + 1000)) * 6 - 2,
         "entropy": torch.rand(count, generator=generator) * 3,
         "token": torch.randint(0, 50, (count,), generator=generator).int(),
         "is_drafted": torch.rand(count, generator=generator) > 0.15,

@@ -110,6 +110,8 @@ class Toys:
             "max_prob": log_probs.exp().amax(-1),
             "top_prob": signals_of(logits, torch.zeros(len(logits)).long(), ["top_prob"])["top_prob"],
             "log_token_prob": log_probs.gather(-1, tokens[:, None])[:, 0],
+            "logit_token_prob": log_probs.exp().gather(-1, tokens[:, None])[:, 0].logit(),
+            "logit_max_prob": log_probs.exp().amax(-1).logit(),
             "acceptance_prob": acceptance_prob(tokens, q, p),
         }
         return Trace(

@@ -73,9 +73,11 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
         expected = {"entropy": nats, "max_prob": probs.max(), "token_prob": probs[token]}
         expected["fed_logit"] = float("inf") if inputs is None else fed(hidden, *inputs)
         extended = [logits.max() - logits[token], nats, torch.tensor(1.0 + len(PROMPT) + i).log()]
-        numbers = torch.stack([probs[token].log(), nats] if scalars is True else extended)
+        standard = [probs[token].log(), nats, probs[token].logit()]
+        numbers = torch.stack(standard if scalars is True else extended)
         inputs = numbers, model.embedding(torch.tensor([token]))[0]
-        expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, nats[None])}
+        of_prefix = torch.stack([nats, probs.max().logit()])
+        expected |= {"drawn_logit": drawn(hidden, *inputs), "prefix_logit": prefix(hidden, of_prefix)}
         assert shown.position == i
         for name in named & expected.keys():
             tolerance = 1e-12 if reader is HostSignals and not name.endswith("logit") else 1e-5
@@ -98,7 +100,7 @@ def test_the_stepwise_heads_equal_the_head(depth, scalars, embedding, largest_ta
     step = StepwiseHead(head, Vocabulary(5, lambda tokens: embeddings[tokens]))
     on_host = HostHead(step)
     for token_id in (3, 0):
-        hidden, pair = torch.randn(8).double(), torch.randn(2).double() if scalars else None
+        hidden, pair = torch.randn(8).double(), torch.randn(3).double() if scalars else None
         expected = head(hidden, pair, embeddings[token_id] if embedding else None)
         torch.testing.assert_close(step(hidden, pair, torch.tensor([token_id]))[0], expected)
         numbers = () if pair is None else tuple(pair.tolist())

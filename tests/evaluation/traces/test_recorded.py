@@ -66,6 +66,8 @@ def test_every_signal_and_score_of_path_and_branches_is_that_of_a_forward_over_i
             "entropy": entropy(logits),
             "max_prob": logits.softmax(-1).max(),
             "log_token_prob": logits.log_softmax(-1)[token],
+            "logit_token_prob": logits.double().softmax(-1)[token].logit(),
+            "logit_max_prob": logits.double().softmax(-1).max().logit(),
             "acceptance_prob": acceptance_prob(token, q, p),
         }
         for name, value in expected.items():
@@ -81,7 +83,8 @@ def test_every_signal_and_score_of_path_and_branches_is_that_of_a_forward_over_i
             token = torch.tensor(int(part.token[scored]))
             state = alone(model(2), before[scored] if timing == "drawn" else [*before[scored], int(token)])[1]
             logits = alone(model(2), before[scored])[0]
-            scalars = torch.stack([logits.log_softmax(-1)[token], entropy(logits)])
+            logit = logits.softmax(-1)[token].logit()
+            scalars = torch.stack([logits.log_softmax(-1)[token], entropy(logits), logit])
             with torch.inference_mode():
                 score = float(model_head(timing)(state, scalars, model(2).get_input_embeddings()(token)))
             assert scores[timing][index] == pytest.approx(score, abs=2e-4)

@@ -291,3 +291,24 @@ def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
     loss = sweep.logits(sweep.by_shape[0], sweep.on_after_batch_transfer(rows(), 0)).sum()
     loss.backward()
     assert all(parameter.grad is None for parameter in draft.parameters())
+
+
+def test_data_of_an_earlier_version_gives_logit_q_of_the_token_with_a_warning_and_refuses_prefix_heads(
+    tmp_path, capsys
+):
+    directory = write_data(tmp_path / "data")
+    for split, index in (("train", 0), ("train", 1), ("dev", 0), ("test", 0)):
+        path = shard_path(directory, "labels", split, index)
+        rows = json.loads(sidecar_path(path).read_text())["rows"]
+        kept = {name: values for name, values in load_file(path).items() if not name.startswith("logit_")}
+        write_shard(path, save(kept), rows=rows)
+    features = next(iter(feature_data(make_config(directory, tmp_path, scalars=(True,))).loader("dev")))["fed"]
+    expected = features.scalars["log_token_prob"].double().exp().logit()
+    torch.testing.assert_close(features.scalars["logit_token_prob"].double(), expected, rtol=1e-5, atol=1e-5)
+    [warning] = capsys.readouterr().err.splitlines()
+    assert "was made by version 0.2.0 or earlier" in warning
+    assert f"delete {directory}/labels" in warning
+    with pytest.raises(ValueError, match=r"has no logit_max_prob.*delete .*labels and run .*or remove prefix from"):
+        feature_data(make_config(directory, tmp_path, timings=("prefix",)))
+    assert feature_data(make_config(write_data(tmp_path / "new"), tmp_path, timings=("prefix",))).columns
+    assert not capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_every_form_computes_the_same_logit(tmp_path):
     head = AcceptanceHead(8, 2, "drawn", True, architecture="gated").double().requires_grad_(False)
     for parameter in head.parameters():
         nn.init.normal_(parameter)
-    hidden, scalars = torch.randn(5, 8).double(), torch.randn(5, 2).double()
+    hidden, scalars = torch.randn(5, 8).double(), torch.randn(5, 3).double()
     stream = hidden + head.mix(scalars)
     for block in head.blocks:
         stream = stream + nn.functional.silu(block.value(stream)) * block.gate(stream).sigmoid()
@@ -49,8 +49,8 @@ def test_every_form_computes_the_same_logit(tmp_path):
 
 def test_a_stack_of_it_has_the_loss_and_gradients_of_autograd_and_exports_itself():
     made = HeadStack(HeadShape("drawn", Inputs.of(True, False), 1, "gated"), (1.0, 6.0), hidden_size=8, seed=0)
-    made.scalar_mean.copy_(torch.tensor([-2.0, 1.5]))
-    hidden, scalars, prob = torch.randn(50, 8), torch.randn(50, 2), torch.rand(50)
+    made.scalar_mean.copy_(torch.tensor([-2.0, 1.5, 0.5]))
+    hidden, scalars, prob = torch.randn(50, 8), torch.randn(50, 3), torch.rand(50)
     targets = Targets.of(prob, torch.ones(2), torch.tensor([1.0, 6.0]))
     losses = made.loss(hidden, scalars, targets=targets), weighted_bce(made(hidden, scalars), targets)
     grads = [torch.autograd.grad(loss.sum(), [*made.parameters()]) for loss in losses]

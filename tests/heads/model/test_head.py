@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,8 +17,11 @@ from heads import AcceptanceHead, Provenance
 from heads.model.card import description
 from heads.model.fits import check_fits, description_of
 from heads.model.head import update_config
-from heads.model.inputs import Inputs
+from heads.model.inputs import EARLIER_STANDARD, STANDARD, Inputs
 from heads.model.step import HostHead, StepwiseHead
+
+SHIPPED = sorted(Path(__file__).parents[3].glob("checkpoints/**/heads/*+*/config.json"))
+"""Of heads that version 0.2.0 exported."""
 
 
 def filled(depth: int = 3, timing: str = "fed", scalars=False, embedding: bool = False, **provenance) -> AcceptanceHead:
@@ -48,7 +52,7 @@ def test_every_block_has_weights_of_its_own():
 
 
 def test_depth_zero_is_linear_one_row_is_scored_as_a_batch_of_rows_and_inputs_are_those_of_the_head():
-    head, a, b = filled(0, scalars=True), torch.randn(2, 4, 6), torch.randn(2, 4, 2)
+    head, a, b = filled(0, scalars=True), torch.randn(2, 4, 6), torch.randn(2, 4, 3)
     torch.testing.assert_close(head(a[0], b[0]) + head(a[1], b[1]), head(a[0] + a[1], b[0] + b[1]) + head.out.bias)
     head = filled(scalars=True)
     torch.testing.assert_close(head(a, b)[1, 3], head(a[1, 3], b[1, 3]))
@@ -74,8 +78,14 @@ def test_an_impossible_head_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("timing", "scalars", "embedding", "read", "text"),
     [
-        ("prefix", True, False, ("entropy",), "before the token is drawn"),
-        ("candidate", True, False, ("log_token_prob", "entropy"), "once the token is chosen for a tree"),
+        ("prefix", True, False, ("entropy", "logit_max_prob"), "state, H(q) and logit max q"),
+        (
+            "candidate",
+            True,
+            False,
+            ("log_token_prob", "entropy", "logit_token_prob"),
+            "once the token is chosen for a tree",
+        ),
         ("drawn", ("entropy",), True, ("entropy",), "once the token is drawn"),
         ("prefix", ("text_position",), False, ("text_position",), "from the draft's final hidden state, log(1 + resp"),
     ],
@@ -91,15 +101,31 @@ def test_a_head_comes_back_from_disk_as_it_was_saved(tmp_path: Path, timing: str
     assert text in (tmp_path / "README.md").read_text()
 
 
-def test_scalars_are_read_by_name_and_the_standard_ones_are_written_as_true():
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
+def test_a_head_of_an_earlier_version_keeps_its_name_its_inputs_and_its_fingerprint(path: Path):
+    """Traces hold its logits under the fingerprint, also the shipped ones."""
+    head, config = AcceptanceHead.from_pretrained(path.parent), json.loads(path.read_text())
+    assert head.inputs.scalars == (EARLIER_STANDARD if config["scalars"] is True else tuple(config["scalars"]))
+    assert head.config["scalars"] == config["scalars"]
+    assert f"{head.shape_name}-w{config['reject_weight']:g}" == path.parent.name
+    shards = list(path.parents[2].glob("record/trace/*/signals/*.safetensors"))
+    with safe_open(shards[0], framework="pt") as file:
+        assert f"score.{head.fingerprint()}" in file.keys()  # noqa: SIM118
+
+
+def test_scalars_are_read_by_name_and_standard_ones_of_a_new_head_are_written_by_name():
     head, hidden, entropy = filled(2, "drawn", ("entropy",)), torch.randn(6), torch.rand(1)
     on_host = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
     # float32 in two orders of summation, which CPUs choose
     score = on_host.score(hidden.numpy(), [0.0, float(entropy)])
     assert score == pytest.approx(head(hidden, entropy).item(), abs=1e-5)
     named = {scalars: filled(scalars=scalars).config["scalars"] for scalars in (False, True, ("entropy",))}
-    assert named == {False: False, True: True, ("entropy",): ["entropy"]}
-    assert filled(0, "fed", ("log_token_prob", "entropy")).config["scalars"] is True
+    assert named == {False: False, True: list(STANDARD), ("entropy",): ["entropy"]}
+    earlier = filled(0, "fed", EARLIER_STANDARD)
+    assert earlier.config["scalars"] is True
+    for head in (earlier, filled(0, "fed", True), filled(0, "prefix", True)):
+        assert head.shape_name == f"{head.timing}+s-d0"
+        assert AcceptanceHead.from_config(head.config).inputs == head.inputs
 
 
 def test_calibration_undoes_the_loss_weights():

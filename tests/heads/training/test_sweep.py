@@ -29,8 +29,9 @@ def random_stack(depth: int, scalars: bool = False, embedding: bool = False, **i
     """Three heads of width 8 with random weights and scalars that are not standardised yet."""
     shape = HeadShape("drawn", Inputs.of(scalars, embedding, **inputs), depth)
     stack = HeadStack(shape, WEIGHTS, hidden_size=8, seed=0)
-    stack.scalar_mean.copy_(torch.tensor([-2.0, 1.5]))
-    stack.scalar_scale.copy_(torch.tensor([1.3, 0.7]))
+    if scalars:
+        stack.scalar_mean.copy_(torch.tensor([-2.0, 1.5, 0.5]))
+        stack.scalar_scale.copy_(torch.tensor([1.3, 0.7, 2.0]))
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
@@ -39,7 +40,7 @@ def random_stack(depth: int, scalars: bool = False, embedding: bool = False, **i
 
 def tokens(stack: HeadStack, count: int = 75) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     inputs = stack.shape.inputs
-    scalars = torch.randn(count, 2) - 2 if inputs.scalars else None
+    scalars = torch.randn(count, 3) - 2 if inputs.scalars else None
     return (torch.randn(count, 8), scalars, torch.randn(count, 8) if inputs.embedding else None), torch.rand(count)
 
 
@@ -161,6 +162,10 @@ def test_an_impossible_grid_is_refused():
         ({"depths": (1, 1)}, "name each value once"),
         ({"depths": (-1,)}, "depth is -1"),
         ({"scalars": ()}, "heads.scalars is empty"),
+        (
+            {"scalars": (True, ("log_token_prob", "entropy"))},
+            r"\['log_token_prob', 'entropy'\], whose heads .* same name",
+        ),
         (token_before_it_is_drawn, r"heads.timings has prefix, but every combination .* reads the token"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -177,7 +182,7 @@ def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_befo
     assert "drawn+s-d3-w12" in names
     options = {"scalars": (False, True), "embeddings": (False, True), "depths": (1,), "reject_weights": (1.0,)}
     names = names_of(timings=("drawn", "prefix"), **options)
-    assert [name for name in names if name.startswith("prefix")] == ["prefix-d1-w1", "prefix+entropy-d1-w1"]
+    assert [name for name in names if name.startswith("prefix")] == ["prefix-d1-w1", "prefix+s-d1-w1"]
     for timings, scalars in ((("fed", "drawn"), (True,)), (("drawn",), (False, True)), (("fed",), (False, True))):
         options = {"timings": timings, "scalars": scalars, "depths": (1,), "reject_weights": (1.0, 6.0)}
         others, every = (names_of(**options, specdec=is_on) for is_on in (False, True))
