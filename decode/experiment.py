@@ -19,7 +19,7 @@ from data_gen.prompts.sets import Split, load_prompts, set_name, sources_of
 from data_gen.prompts.templates import encode
 from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
-from decode.policies.recommended import best_head, read_verdict
+from decode.policies.recommended import best_head, heads_for, read_verdict
 from decode.policies.registry import policy_of, read_spec
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
@@ -82,8 +82,12 @@ class Experiment:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Models and sampling that a verdict is about."""
-        models = {"target": self.models.target.path, "draft": self.models.draft.path}
+        """Models, by their weights or commit wherever they are, and sampling that a verdict is about."""
+        models: dict[str, Any] = {}
+        for level in BETWEEN[1]:
+            described = self.described(level)
+            known = {key: described[key] for key in ("weights", "commit", "quantization") if described.get(key)}
+            models[level] = known or {"name": described["name"], "revision": described.get("revision")}
         return models | {"sampling": self.sampling.as_dict()}
 
     def described(self, level: Level) -> dict[str, Any]:
@@ -216,7 +220,7 @@ class Experiment:
         """The policy of a spec (`decode.policies.registry`); `head` and `auto` without a path use the best head."""
         name, parameters = read_spec(spec)
         if name == "head" and "head" not in parameters:
-            if (best := best_head(self.head_paths)) is None:
+            if (best := best_head(self._heads_of_sampling or self.head_paths)) is None:
                 raise FileNotFoundError(
                     f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
                     "export`, or give one: head:PATH"
@@ -227,12 +231,23 @@ class Experiment:
     @cached_property
     def default_policy(self) -> tuple[str, str]:
         """The policy if none is named (the verdict's, the best head or one without training), and a one-line reason."""
-        if (verdict := read_verdict(self.directory, self.head_paths, self.identity)) is not None:
+        verdict = read_verdict(self.directory, self.head_paths)
+        if verdict is not None and verdict["of"] == self.identity:
             return verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}"
-        if (best := best_head(self.head_paths)) is not None:
+        if (best := best_head(self._heads_of_sampling)) is not None:
             return "head", f"head {best.reason}"
-        remedy = "(`acceptance-heads train` and `export` make them)"
-        return TRAINING_FREE, f"{TRAINING_FREE}, which needs no training: no head in {self.exported} {remedy}"
+        if self.head_paths:
+            reason = f"no head was trained for this sampling ({self.sampling.text})"
+        else:
+            reason = f"no head in {self.exported} (`acceptance-heads train` and `export` make them)"
+        return TRAINING_FREE, f"{TRAINING_FREE}, which needs no training: {reason}"
+
+    @property
+    def _heads_of_sampling(self) -> dict[str, str]:
+        """Heads that may decode under the sampling of this run: name -> path."""
+        if self.decode.allow_foreign_heads:
+            return self.head_paths
+        return heads_for(self.head_paths, self.sampling.as_dict())
 
     def _compared(self, level: Level) -> Mapping[str, Any]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import inf
+from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,10 @@ class Chosen(NamedTuple):
     reason: str
 
 
-def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The verdict in a run's folder; None if there is none, or it is about other models, sampling or older heads."""
+def read_verdict(directory: Path, heads: Mapping[str, str]) -> dict[str, Any] | None:
+    """The verdict in a run's folder; None if there is none, or if it names a head that is newer or not among `heads`.
+    Its entry `of` has the models and the sampling that it is about.
+    """
     path = directory / VERDICT
     if not path.is_file():
         return None
@@ -32,8 +35,19 @@ def read_verdict(directory: Path, heads: Mapping[str, str], identity: Mapping[st
     verdict = read_json(path, remedy="delete it, and run `acceptance-heads evaluate` again", keys=keys)
     weights = [file for head in heads.values() if (file := Path(head) / WEIGHTS).is_file()]
     is_newest = all(file.stat().st_mtime <= path.stat().st_mtime for file in weights)
-    fits = verdict["of"] == identity and verdict["head"] in (None, *heads.values())
-    return verdict if is_newest and fits and verdict["policy"] is not None else None
+    # the same directory may be spelled in several ways
+    has_head = verdict["head"] is None or realpath(str(verdict["head"])) in map(realpath, heads.values())
+    return verdict if is_newest and has_head and verdict["policy"] is not None else None
+
+
+def heads_for(heads: Mapping[str, str], sampling: Mapping[str, Any]) -> dict[str, str]:
+    """The heads that were trained for this sampling, or whose sampling is unknown; only config.json is read."""
+    fitting = {}
+    for name, path in heads.items():
+        trained = read_head_config(Path(local_directory(path)) / "config.json").get("sampling") or sampling
+        if all(trained.get(key) == value for key, value in sampling.items()):
+            fitting[name] = path
+    return fitting
 
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:

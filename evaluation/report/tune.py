@@ -27,15 +27,18 @@ _RULE = (*LinearCosts._fields, "throughput", *Index._fields, "prior_profit", "pr
 """Keys that `auto` reads back."""
 
 
-def tune(config: Config, *, write: bool = True, ratio: float | None = None, json: bool = False) -> None:
+def tune(config: Config, *, write: bool | None = None, ratio: float | None = None, json: bool = False) -> None:
     """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
 
     Args:
         config: the experiment.
-        write: put `recommended` into every head's config.json, and the verdict into decode.dir.
+        write: put `recommended` into every head's config.json, and the verdict into decode.dir; null: yes, unless a
+            `ratio` is given, whose hardware is not this machine.
         ratio: t_target / t_draft of other hardware, instead of the measured times.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
+    if write is None:
+        write = ratio is None
     experiment = Experiment(config)
     if not experiment.heads:
         raise FileNotFoundError(
@@ -54,7 +57,10 @@ def tune(config: Config, *, write: bool = True, ratio: float | None = None, json
         if write:
             announce([*_write(experiment, tuned), write_verdict(verdict, experiment.directory)])
         say(f"\n{verdict['sentence']}")
-        print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
+        if write:
+            print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
+        else:
+            print("nothing is written; with --write true, generate follows these thresholds and this verdict")
         rows = [row | {name: row[name]._asdict() for name in ("gain", "auto_gain")} for row in tuned]
         publish({"costs": asdict(times), "tuned": rows, "verdict": verdict})
 

@@ -112,6 +112,12 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     said = capsys.readouterr().err.splitlines()[0]
     assert said == f"policy: {tuned['verdict']['sentence']} It is {tuned['verdict']['speed']}"
     assert "best fixed length" in said
+    files = Path(flags[5], "exported", "plain", "config.json"), Path(flags[3], "verdict.json")
+    before = [file.read_bytes() for file in files]
+    lines, other = printed(capsys, "tune", *flags, "--ratio", "20")
+    assert other["tuned"][0]["recommended"] != recommended
+    assert lines[-1].startswith("nothing is written; with --write true")
+    assert [file.read_bytes() for file in files] == before, "a ratio is of other hardware"
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):

@@ -5,6 +5,7 @@ recommended only where test shows that it wins, whatever dev says of it.
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
-from decode.experiment import Experiment
+from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
+from decode.experiment import LEVELS, Experiment
 from decode.loop.rounds import Counts
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor, competitors_of
@@ -39,6 +40,7 @@ from evaluation.report.tables import deciding_families, result_table, stage_tabl
 from evaluation.report.verdict import doubt_of, pooled, recommend, sentence_of, write_verdict
 from evaluation.times import Times
 from heads import AcceptanceHead
+from heads.model.head import update_config
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
@@ -293,3 +295,26 @@ def test_a_verdict_that_is_out_of_date_is_not_followed(experiment):
             os.utime(weights, (path.stat().st_mtime + 5,) * 2)
         del experiment.default_policy  # which is read once
         assert "Use " not in experiment.default_policy[1]
+
+
+def spelt(model: str, heads: Path | str, decode: Path, *, names: Sequence[str] = LEVELS[:2], **sampling: float):
+    sources = {level: ModelSource(path=model.format(name)) for level, name in zip(LEVELS, names, strict=False)}
+    pair = PairConfig(**sources, sampling=SamplingConfig(**sampling))
+    return Experiment(Config(pair=pair, heads=HeadsConfig(dir=str(heads)), decode=DecodeConfig(dir=str(decode))))
+
+
+def test_a_verdict_is_found_by_weights_and_sampling_however_paths_are_spelled(experiment, tmp_path):
+    """With another sampling, for which no head was trained, a rule that needs no training decodes."""
+    verdict = recommend(contest_at({BASELINE: 100, "head_drawn": 130}), experiment)
+    write_verdict(verdict, experiment.directory)
+    tiny, decode = Path("checkpoints/tiny").resolve(), experiment.directory
+    (tmp_path / "link").symlink_to(tiny)
+    (tmp_path / "heads").symlink_to(tmp_path)
+    update_config(experiment.exported / "drawn+s-d1-w3", sampling={"temperature": 1.0, "top_k": None, "top_p": None})
+    for model, heads in ((f"{tiny}/{{}}", f"{tmp_path}/"), (f"{tmp_path}/link/{{}}/", tmp_path / "heads")):
+        assert spelt(model, heads, decode).default_policy[0] == verdict["policy"]
+    exchanged = spelt(f"{tiny}/{{}}", tmp_path, decode, names=("draft", "target"))
+    assert "Use " not in exchanged.default_policy[1]
+    policy, reason = spelt(f"{tiny}/{{}}", tmp_path, decode, temperature=0.0).default_policy
+    assert policy == "cumulative_token_prob"
+    assert "needs no training: no head was trained for this sampling" in reason
