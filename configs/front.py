@@ -26,7 +26,8 @@ TRAINING = ("train", "all")
 _DATA = ("data.dir", "data.prompts", "data.num_train", "data.num_dev", "data.num_test", "data.max_new_tokens")
 _HEADS = ("heads.dir", "heads.timings", "heads.scalars", "heads.depths", "heads.reject_weights", "heads.learning_rate")
 _DECODE = ("decode.dir", "decode.heads", "decode.num_dev", "decode.num_test", "decode.max_draft_length")
-_TIMES = ("decode.ratios", "decode.t_draft_s", "decode.t_target_s", "decode.stop_share")
+_GIVEN_TIMES = ("decode.t_draft_s", "decode.t_target_s", "decode.t_target_ms")
+_TIMES = ("decode.ratios", *_GIVEN_TIMES, "decode.stop_share")
 _USAGE = "usage: acceptance-heads COMMAND --config FILE [options]"
 _CLOSING = "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version"
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -44,7 +45,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluation.report.evaluate:evaluate", *_DECODE, *_TIMES),
     "judge": ("evaluation.confidence.command:judge", "data.dir", "heads.dir", "decode.dir", "decode.heads"),
     "tune": ("evaluation.report.tune:tune", *_DECODE, *_TIMES),
-    "flags": ("evaluation.flags.command:flags", *_DECODE, "decode.t_draft_s", "decode.t_target_s"),
+    "flags": ("evaluation.flags.command:flags", *_DECODE, *_GIVEN_TIMES),
     "replay": ("evaluation.report.replay:replay_policy", "decode.dir", *_TIMES),
     "costs": ("evaluation.costs.machine:costs", "decode.max_draft_length"),
     "bench": ("evaluation.bench.command:bench", *_DECODE),

@@ -35,7 +35,7 @@ _NAMES = {
     Limit(0, is_open=True): """
         data.prompts.weight data.server.timeout_s heads.reject_weights heads.accept_weight trainer.limit_train_batches
         trainer.limit_val_batches trainer.limit_test_batches trainer.val_check_interval decode.t_draft_s
-        decode.t_target_s decode.ratios decode.transfer_weights""",
+        decode.t_target_s decode.t_target_ms decode.ratios decode.transfer_weights""",
     Limit(0): """
         pair.sampling.temperature data.split_weights data.ray.num_cpus data.ray.num_gpus data.ray.resources
         trainer.gradient_clip_val decode.verify_shares decode.stop_share""",

@@ -302,9 +302,11 @@ class DecodeConfig:
     grid: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """Policy -> parameter -> values to try; empty: the built-in grid."""
     t_draft_s: float | None = None
-    """Seconds per draft forward, above 0; set it together with t_target_s. null: measured on this machine."""
+    """Seconds per draft forward, above 0; set it together with t_target_s or t_target_ms. null: measured."""
     t_target_s: float | None = None
-    """Seconds per target forward, above 0; set it together with t_draft_s. null: measured in half a minute."""
+    """Seconds per target forward, above 0, if verifying more tokens takes no longer; with t_draft_s. null: measured."""
+    t_target_ms: float | str | None = None
+    """Instead of t_target_s: milliseconds per target forward by the tokens that it verifies, 1:2.5,2:3.2,9:4.1."""
     stop_share: float | Literal["size", "measured"] = "size"
     """Time of a stop decision (signals, head) relative to a draft step, at `ratios` and given times. size: bytes of the
     head over bytes of the draft; measured: on this machine; a number: for the costliest stop, others in proportion."""

@@ -21,10 +21,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from decode.policies.base import JOINT
+from decode.policies.batch import Curve
 from evaluation.gain import Throughput
 from evaluation.played import Array, Played
 from evaluation.regression import least_absolute
 
+MEASURED = "measured"
+"""Origin of times that were measured on this machine."""
 RECORDED = "recorded"
 """Origin of times that a published trace brought along."""
 LARGEST_ERROR = 0.1
@@ -92,6 +95,20 @@ class Times:
         t_stop_s = {kind: share * t_draft_s for kind, share in elsewhere.of.items()}
         return cls(t_draft_s, (t_target_s,), origin, t_stop_s, elsewhere.origin, elsewhere)
 
+    @classmethod
+    def of_curve(
+        cls, t_draft_s: float, target: Curve, max_draft_length: int, origin: str = "given", *, shares: StopShares
+    ) -> "Times":
+        """Verification by the number of tokens that it reads: t_target(k) is the curve at 1 + k."""
+        target_s = [float(target(1 + k)) for k in range(max_draft_length + 1)]
+        flat = cls.constant(t_draft_s, target_s[0], origin, shares)
+        return flat if len(set(target_s)) == 1 else replace(flat, t_target_s=tuple(target_s))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether verifying drafted tokens takes no time beyond a plain target forward."""
+        return len(set(self.t_target_s)) == 1
+
     @property
     def ratio(self) -> float:
         """t_target(0) / t_draft."""
@@ -117,7 +134,18 @@ class Times:
         settings = {"measured": "On this machine", "ratio": "On other hardware", RECORDED: "At the times of the record"}
         given = "At the times given"
         setting = next((words for origin, words in settings.items() if self.origin.startswith(origin)), given)
-        return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards"
+        free = " however many tokens it verifies" if self.is_flat else ""
+        return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards{free}"
+
+    @property
+    def caveat(self) -> str:
+        """What one number for the target's time implies, in a sentence; empty where there is a curve."""
+        if not self.is_flat or self.origin.startswith((MEASURED, RECORDED)):
+            return ""
+        return (
+            "The target's time is one number, so verifying drafted tokens counts as free; if it is not, give it by "
+            "number of tokens: --decode.t_target_ms 1:2.5,2:3.2,9:4.1."
+        )
 
     def with_ratio(self, ratio: float) -> "Times":
         """Other hardware: this target's time, constant in k, and a draft that is `ratio` times faster."""
@@ -211,3 +239,19 @@ def check_ratio(ratio: float) -> None:
     """Raise ValueError unless a ratio of times can be one."""
     if not 0 < ratio < float("inf"):
         raise ValueError(f"t_target / t_draft is {ratio}; it must be a positive number")
+
+
+def curve_of(setting: str, given: float | str) -> Curve:
+    """Seconds by number of tokens or sequences, of a number of milliseconds or of pairs such as 1:30,5:33: linear
+    between pairs and beyond the last. ValueError, which names the `setting`, for anything else.
+    """
+    points = [part.partition(":") for part in str(given).split(",")]
+    try:
+        if len(points) == 1 and not points[0][1]:
+            return Curve.line(float(points[0][0]) / 1e3)
+        return Curve(*zip(*((int(number), float(ms) / 1e3) for number, _, ms in points), strict=True))
+    except ValueError as error:
+        raise ValueError(
+            f"{setting} is {given}: {error}; give milliseconds of a forward, such as 4.5, or by number of tokens, such "
+            "as 1:30,5:33"
+        ) from error

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs.machine import loop_key, recorded
-from evaluation.times import RECORDED, Times
+from evaluation.times import MEASURED, RECORDED, Times
 from store.json_files import KeyedStore
 
 
@@ -51,7 +51,7 @@ def setups_of(
     """
     setups: list[BatchTimes] = []
     for times in every_times:
-        has_curves = times.origin in ("measured", RECORDED)
+        has_curves = times.origin in (MEASURED, RECORDED) or not times.is_flat
         setups += [BatchTimes(times, None, measured)] * has_curves
         setups += [BatchTimes(times, share) for share in verify_shares if not has_curves]
     return setups

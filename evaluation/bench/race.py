@@ -52,7 +52,15 @@ SAMPLINGS = {
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
 _NO_PART = {"as_recorded", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
-_NO_PART |= {"prompts_per_shard", "stop_share", "t_draft_s", "t_target_s", "trace_hidden", "verify_shares"}
+_NO_PART |= {
+    "prompts_per_shard",
+    "stop_share",
+    "t_draft_s",
+    "t_target_s",
+    "t_target_ms",
+    "trace_hidden",
+    "verify_shares",
+}
 """Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
 Row = dict[str, list[Any]]
 """Arm -> its tokens and seconds on one prompt."""

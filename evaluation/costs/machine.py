@@ -14,16 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import Config
+from configs.schema import Config, DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.base import Policy
+from decode.policies.batch import Curve
 from evaluation.costs import measure, stops
 from evaluation.costs.measure import Loop, costs_of, time_rounds
 from evaluation.costs.stability import SKIP, stable
 from evaluation.costs.stops import Stop, policies_by_kind, shares_of, time_stops
 from evaluation.keys import machine_key, models_key, prompts_key
 from evaluation.table import Table, printing, say
-from evaluation.times import RECORDED, TimeErrors, Times, check_ratio
+from evaluation.times import RECORDED, TimeErrors, Times, check_ratio, curve_of
 from store.json_files import KeyedStore
 
 _NUM_PROMPTS = 4
@@ -92,14 +93,13 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
             target forward, at this ratio or the first of decode.ratios; ValueError where neither is given.
     """
     decode, store = experiment.decode, kept_costs(experiment.directory)
-    draft_s, target_s = decode.t_draft_s, decode.t_target_s
+    target = _given_target(decode)
     if ratio is not None:
         check_ratio(ratio)
-    if (draft_s is None) != (target_s is None):
-        raise ValueError("decode.t_draft_s and decode.t_target_s go together: give both, or neither to measure them")
     policies = policies_by_kind(experiment.heads.values()) if policy is None else policies_by_kind((), [policy])
-    if draft_s is not None and target_s is not None:
-        times = Times.constant(draft_s, target_s, elsewhere=shares_of(experiment, policies, {}))
+    if decode.t_draft_s is not None and target is not None:
+        shares = shares_of(experiment, policies, {})
+        times = Times.of_curve(decode.t_draft_s, target, decode.max_draft_length, shares=shares)
     elif policy is None and not decode.as_recorded:
         times = _times_from(times_of(experiment, policies), experiment, policies)
     elif (entry := recorded(store, experiment) if decode.as_recorded else store.get(key_of(experiment))) is not None:
@@ -114,6 +114,26 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Pol
         origin = f"ratio {first:g}, nothing measured: a second is a target forward"
         return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
     return times if ratio is None else times.with_ratio(ratio)
+
+
+def _given_target(decode: DecodeConfig) -> Curve | None:
+    """The target's seconds by tokens that the YAML gives; None where it gives no times. ValueError for a part of them,
+    or for two.
+    """
+    number_s, by_tokens = decode.t_target_s, decode.t_target_ms
+    if number_s is not None and by_tokens is not None:
+        raise ValueError(
+            f"decode.t_target_s is {number_s} and decode.t_target_ms is {by_tokens}: both say what a target forward "
+            "takes; give one of them"
+        )
+    if (decode.t_draft_s is None) != (number_s is None and by_tokens is None):
+        raise ValueError(
+            "decode.t_draft_s and decode.t_target_s (or decode.t_target_ms) go together: give both, or neither to "
+            "measure them"
+        )
+    if by_tokens is not None:
+        return curve_of("decode.t_target_ms", by_tokens)
+    return None if number_s is None else Curve.line(number_s)
 
 
 def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapping[str, Policy]) -> Times:

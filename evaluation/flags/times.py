@@ -29,7 +29,7 @@ from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.flag_types import Milliseconds
 from evaluation.regression import least_absolute
-from evaluation.times import TimeErrors, Times
+from evaluation.times import TimeErrors, Times, curve_of
 from evaluation.turns import in_turns, turns_within
 from lm import Pair
 
@@ -56,23 +56,7 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
         return read_logs([local_path(part, "--log") for part in log.split(",")])
     if t_draft_ms is None or t_target_ms is None:
         return None
-    return BatchCosts(curve_of("t_draft_ms", t_draft_ms), curve_of("t_target_ms", t_target_ms)), "given"
-
-
-def curve_of(name: str, given: Milliseconds) -> Curve:
-    """Seconds by number of tokens of a flag in milliseconds, linear between its pairs and beyond the last; ValueError
-    for anything but positive numbers or pairs.
-    """
-    points = [part.partition(":") for part in str(given).split(",")]
-    try:
-        if len(points) == 1 and not points[0][1]:
-            return Curve.line(float(points[0][0]) / 1e3)
-        return Curve(*zip(*((int(number), float(ms) / 1e3) for number, _, ms in points), strict=True))
-    except ValueError as error:
-        raise ValueError(
-            f"--{name} is {given}: {error}; give milliseconds of a forward, such as 4.5, or of so many tokens, such as "
-            "1:30,5:33"
-        ) from error
+    return BatchCosts(curve_of("--t_draft_ms", t_draft_ms), curve_of("--t_target_ms", t_target_ms)), "given"
 
 
 _EVAL = re.compile(r"(?<!prompt )eval time = +([\d.]+) ms / +(\d+) ")
@@ -129,8 +113,8 @@ def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times
     if given is not None:
         curves, origin = given
         shares = shares_of(experiment, policies_by_kind(experiment.heads.values()), {})
-        target_s = tuple(float(curves.target(1 + k)) for k in range(experiment.decode.max_draft_length + 1))
-        return replace(Times.constant(float(curves.draft(1)), target_s[0], origin, shares), t_target_s=target_s)
+        longest = experiment.decode.max_draft_length
+        return Times.of_curve(float(curves.draft(1)), curves.target, longest, origin, shares=shares)
     ours = costs_for(experiment)
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours

@@ -96,6 +96,10 @@ def other_code(config, monkeypatch):
     monkeypatch.setattr(keys, "code_key", lambda: "another")
 
 
+def given_curve(config, monkeypatch):
+    return with_value(with_value(config, "decode.t_target_s", None), "decode.t_target_ms", "1:5,2:6")
+
+
 def other_processor(config, monkeypatch):
     path = Path(config.decode.dir, "cpuinfo")
     path.write_text("processor\t: 0\nmodel name\t: AMD EPYC 1\n\nprocessor\t: 1\nmodel name\t: AMD EPYC 1\n")
@@ -121,6 +125,7 @@ CHANGES = {
     "template": (setting("data.template", "plain"), (*BENCH, "costs")),
     "prompt tokens": (setting("data.max_prompt_tokens", 99), (*BENCH, "costs")),
     "given times": (setting("decode.t_target_s", 0.006), BENCH),
+    "given curve": (given_curve, BENCH),
     "stop share": (setting("decode.stop_share", 0.5), BENCH),
     "seed": (setting("decode.seed", 1), ("bench",)),
     "draws": (setting("decode.draws_per_prompt", 2), ("bench",)),

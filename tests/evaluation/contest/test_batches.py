@@ -94,7 +94,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
 
 
 def test_measured_and_recorded_times_of_verification_are_taken_as_they_are():
-    for origin in ("measured", RECORDED):
+    for origin in ("measured", RECORDED, "given"):
         setups = setups_of([Times(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
         shares = [(setup.times.origin, setup.verify_share) for setup in setups]
         assert shares == [(origin, None), ("given", 0.0), ("given", 0.2)]

@@ -129,7 +129,8 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     shown = capsys.readouterr().out
     *_, last, verdict = (" ".join(part.split()) for part in shown.split("\n\n"))
     assert verdict == json.loads(Path(flags[3], "verdict.json").read_text())["sentence"]
-    assert last.startswith("At the times given, where a target forward costs 5.0 draft forwards: head plain")
+    assert last.startswith("At the times given, where a target forward costs 5.0 draft forwards ")
+    assert "however many tokens it verifies: head plain" in last
     assert "│ AdaEDL" not in shown
     lines, document = printed(capsys, *asked, "--all", "true")
     assert document["verdicts"][0]["verdict"] == last

@@ -47,7 +47,8 @@ from heads.model.head import update_config
 def test_the_sentence_has_the_figures_of_the_results(replays, t_draft_s):
     contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
     sentence, best, free = sentence_of(contest), contest.leaders["heads"], contest.leaders[TRAINING_FREE]
-    ratio = f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards: head"
+    ratio = f"On this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards "
+    ratio += "however many tokens it verifies: head"
     assert sentence.startswith(ratio)
     length = contest.baseline.setting["k"]
     assert f"predicted {contest.gain(best.family).words} over the best fixed length, {length}" in sentence

@@ -9,6 +9,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 
+from configs.limits import check_limits
 from decode import Counts
 from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
@@ -209,6 +210,39 @@ def test_the_flags_that_skip_the_timing_are_those_of_the_message(tmp_path):
     line, _ = timing_line(config_with(flags))
     assert line.startswith("evaluate: measures this machine once, about ")
     assert line.endswith(SKIP)
+
+
+@pytest.mark.parametrize(
+    ("target", "t_target_s"),
+    [
+        ({"t_target_s": 0.005}, (0.005,)),
+        ({"t_target_ms": 5}, (0.005,)),
+        ({"t_target_ms": "1:2.5,2:3.5,4:4.5"}, (0.0025, 0.0035, 0.004, 0.0045, 0.005)),
+        ({"t_target_ms": "1:2.5,2:3.5", "t_target_s": 0.005}, r"both say what a target forward takes"),
+        ({"t_target_ms": "2.5,3.5"}, r"decode\.t_target_ms is 2\.5,3\.5.*give milliseconds"),
+        ({"t_target_ms": "3:2.5,2:3.5"}, r"decode\.t_target_ms is 3:2\.5.*use rising numbers"),
+        ({"t_target_ms": -1}, r"decode\.t_target_ms is -1.*must be a number"),
+        ({"t_target_ms": "1:2.5", "t_draft_s": "null"}, r"decode\.t_target_ms\) go together"),
+    ],
+)
+def test_the_target_may_be_given_as_one_number_or_by_tokens(tmp_path, target, t_target_s):
+    given = {"dir": tmp_path, "max_draft_length": 4, "t_draft_s": 0.001} | target
+    flags = ["--config", "tiny", *(f"--decode.{name}={value}" for name, value in given.items())]
+
+    def times_given() -> Times:
+        config = config_with(flags)
+        check_limits(config)
+        return costs_for(Experiment(config))
+
+    if isinstance(t_target_s, str):
+        with pytest.raises(ValueError, match=t_target_s):
+            times_given()
+        return
+    times = times_given()
+    assert times.t_target_s == pytest.approx(t_target_s)
+    is_free = len(t_target_s) == 1
+    assert times.where.endswith("draft forwards however many tokens it verifies") == is_free
+    assert ("verifying drafted tokens counts as free" in times.caveat) == is_free
 
 
 NOW_S = [0.0]

@@ -17,10 +17,10 @@ from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer
 from evaluation.flags.command import batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
-from evaluation.flags.times import curve_of, fitted, given_times
+from evaluation.flags.times import fitted, given_times
 from evaluation.gain import Splits
 from evaluation.played import Played
-from evaluation.times import Times
+from evaluation.times import Times, curve_of
 from evaluation.traces.replay import replay_rounds, replay_settings
 from heads import AcceptanceHead
 from lm import Sampling
