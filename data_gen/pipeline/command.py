@@ -16,7 +16,7 @@ from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
 from data_gen.prompts.sets import SPLITS, unreadable
-from data_gen.prompts.templates import TEMPLATES
+from data_gen.prompts.templates import TEMPLATES, shown
 from data_gen.responses.exchange import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, settle
@@ -74,8 +74,11 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     all_specs = shards_of(data)
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
     sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
-    manifest = make_manifest(pair, data, tokenizer=load_pair_tokenizer(pair), split=sizes)
+    tokenizer = load_pair_tokenizer(pair)
+    manifest = make_manifest(pair, data, tokenizer=tokenizer, split=sizes)
     check_lengths(pair, data)  # before the manifest is written, which the remedy would change
+    if prompts := [prompt for spec in all_specs for prompt in spec.prompts if prompt.is_text and prompt.text.strip()]:
+        print(shown(prompts[0], tokenizer, data.template))
     specs = share.of(all_specs)
     names = {spec.name for spec in specs}
     with ExitStack() as work:

@@ -7,13 +7,16 @@ that heads see the same form of prompt everywhere.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from datetime import date
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from configs.hints import meant
-from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.files import Fields
+from data_gen.prompts.prompt import Prompt, say_once
 
 _BELOW = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _WRAPPERS: dict[str, Callable[[str], str]] = {
@@ -25,6 +28,11 @@ _WRAPPERS: dict[str, Callable[[str], str]] = {
     "gsm8k": lambda text: f"{_BELOW}\n\n### Instruction:\n{text}\n\n### Response: Let's think step by step.",
 }
 TEMPLATES = ("chat", *_WRAPPERS)
+_DATE = date(2024, 7, 26)
+"""The date in chat templates that write today's: rows, traces and generations of any day have the same prompt. It is
+the one that Llama 3's template writes where it knows none."""
+_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_MAX_SHOWN = 600
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
@@ -34,8 +42,28 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
     """Token ids of a rendered prompt."""
-    # A chat template writes the special tokens into the text; with all others the tokenizer adds them.
-    return list(tokenizer(text, add_special_tokens=template != "chat")["input_ids"])
+    bare_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if template == "chat":  # which writes the special tokens into the text; with all others the tokenizer adds them
+        return bare_ids
+    ids = list(tokenizer(text)["input_ids"])
+    for start in range(len(ids) - len(bare_ids)):  # something follows the text, such as end-of-sequence
+        if bare_ids and ids[start : start + len(bare_ids)] == bare_ids:
+            ending = tokenizer.decode(ids[start + len(bare_ids) :])
+            say_once(
+                f"note: the tokenizer of {tokenizer.name_or_path} ends each text with {ending!r} (EOS: end-of-sequence "
+                "or another special token); it is removed from prompts, which the target continues"
+            )
+            return ids[: start + len(bare_ids)]
+    return ids
+
+
+def shown(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """A line with the first turn of a prompt as the models read it, special tokens included."""
+    ids = encode(prompt, tokenizer, template)
+    text = str(tokenizer.decode(ids))
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[: _MAX_SHOWN // 2]} ... {text[-_MAX_SHOWN // 2 :]}"
+    return f"one prompt as the models read it, {len(ids)} tokens: {text!r}"
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> str:
@@ -60,7 +88,7 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "
             f"{', '.join(_WRAPPERS)}"
         )
-    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    messages: list[Fields] = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for index, turn in enumerate(turns):
         messages.append({"role": prompt.roles[index] if prompt.roles else "user", "content": turn})
         if index < len(replies):
@@ -72,13 +100,53 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
     if not isinstance(tools, list | None):
         raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))
+        text = _applied(messages, tokenizer, tools)
     except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(
             f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
             f"{error}; remove such prompts or columns, or set data.template: plain"
         ) from error
+    if _has_all(text, messages):
+        return text
+    try:  # templates of models that also read images expect a list of parts
+        parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        text = _applied(parts, tokenizer, tools)
+    except (TemplateError, TypeError):
+        text = ""
+    if not _has_all(text, messages):
+        raise ValueError(
+            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
+            "list of text parts; use the template of the model's own text examples, or set data.template: plain"
+        )
+    return text
+
+
+def _applied(
+    messages: list[Fields], tokenizer: PreTrainedTokenizerBase, tools: list[Fields | Callable[..., object]] | None
+) -> str:
+    template = tokenizer.get_chat_template(tools=None if tools is None else [])
+    dated = _TODAY.sub(lambda call: repr(_DATE.strftime(call[2])), template)
+    if dated != template:
+        say_once(
+            f"note: the chat template of {tokenizer.name_or_path} writes today's date; prompts have {_DATE:%d %b %Y} "
+            "instead, so that rows and responses of different days agree"
+        )
+    if "strftime_now(" in dated:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} writes today's date in a computed form, so prompts of "
+            "different days would differ; write a fixed date into the template"
+        )
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=True
+    )
+    return str(text)
+
+
+def _has_all(text: str, messages: Sequence[Fields]) -> bool:
+    """Whether a rendering has the words of every user message, whatever the template does to spaces."""
+    solid = "".join(text.split())
+    return all("".join(message["content"].split()) in solid for message in messages if message["role"] == "user")
 
 
 def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -313,8 +313,9 @@ class CompletionsServer:
         if is_vllm:
             return body | {"extra_body": {**self.settings["extra_body"], "add_special_tokens": False}}
         raise ValueError(
-            "data.template is chat, whose text already has this tokenizer's special tokens, but a server of kind "
-            f"{self.server.kind} adds them again; set data.server.prompt_as to token_ids, data.server.kind to vllm, or "
+            "prompts have other special tokens than this tokenizer adds to their text (those of a chat template, or no "
+            f"end-of-sequence), but a server of kind {self.server.kind} adds them again; set data.server.prompt_as to "
+            "token_ids, data.server.kind to vllm, or "
             "add_special_tokens in data.server.extra"
         )
 

@@ -21,6 +21,7 @@ from data_gen.pipeline.plan import duration, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.sets import load, set_of
+from data_gen.prompts.templates import shown
 from evaluation.costs.machine import ABOUT_TIMING, TIMING_S
 from evaluation.costs.stability import SKIP
 from heads.grid import specs
@@ -74,10 +75,14 @@ def init(
     sampling = schema.SamplingConfig(temperature=temperature, top_p=top_p)
     sources = schema.ModelSource(path=target), schema.ModelSource(path=draft)
     pair = schema.PairConfig(target=sources[0], draft=sources[1], sampling=sampling)
-    num_prompts = len(load(set_of(source)))
+    all_prompts = load(set_of(source))
+    num_prompts = len(all_prompts)
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
     hint_at_few(num_prompts, prompts)
+    readable = [prompt for prompt in all_prompts if prompt.is_text and prompt.text.strip()]
+    if readable:
+        print(shown(readable[0], load_pair_tokenizer(pair), config.data.template))
     lines, totals = _plan(config)
     if rows_per_shard := shard_size(config.data, totals):
         config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))
