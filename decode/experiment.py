@@ -4,6 +4,7 @@ Every command of decode/ and evaluation/ turns its config into an `Experiment` a
 it. Each is made at its first use, so that a command that needs no model loads none.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Literal, get_args
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
 from data_gen.pipeline.stages import settled
-from data_gen.prompts.prompt import Prompt
+from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.sets import Split, load_prompts, set_name, sources_of
 from data_gen.prompts.templates import encode
 from data_gen.store.manifest import describe_model, read_manifest
@@ -159,14 +160,45 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`, and may have fewer prompts.
+        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`, and may have fewer prompts;
+        those that are also in the training data are left out.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
         transfer = replace(data, split_weights=(0, *self.decode.transfer_weights), split_ids=None)
-        return load_prompts(transfer, split, may_be_fewer=True, section="decode")
+        prompts = load_prompts(transfer, split, may_be_fewer=True, section="decode")
+        if self._trained_content.isdisjoint(prompt.content for prompt in prompts):
+            return prompts
+        return self._without_trained(transfer, dataset, split)[: nums[split]]
+
+    @cached_property
+    def _trained_content(self) -> frozenset[tuple[str, ...]]:
+        """Content of the prompts that heads are trained on (train) or chosen by (dev)."""
+        splits: tuple[Split, ...] = ("train", "dev")
+        try:
+            trained = [load_prompts(self.data, split, may_be_fewer=True) for split in splits]
+        except FileNotFoundError as error:
+            say_once(f"note: transfer sets are not compared with the training data, which cannot be read: {error}")
+            return frozenset()
+        return frozenset(prompt.content for prompts in trained for prompt in prompts)
+
+    def _without_trained(self, transfer: DataConfig, dataset: str, split: Split) -> list[Prompt]:
+        """All prompts of a split of a transfer set but those of the training data; ValueError if none is left."""
+        everything = replace(transfer, num_dev=sys.maxsize, num_test=sys.maxsize)
+        prompts = load_prompts(everything, split, may_be_fewer=True, section="decode")
+        rest = [prompt for prompt in prompts if prompt.content not in self._trained_content]
+        num_shared = len(prompts) - len(rest)
+        if not rest:
+            raise ValueError(
+                f"all {num_shared} {split} prompts of {self.datasets[dataset].path} (decode.datasets) are also in the "
+                "training data (data.prompts), so it is no transfer set; remove it, or name another set"
+            )
+        say_once(
+            f"{dataset}: {num_shared} of {len(prompts)} {split} prompts are also in the training data and are left out"
+        )
+        return rest
 
     def prompt_ids(self, dataset: str, split: Split, *, num: int | None = None) -> list[list[int]]:
         """Token ids of the prompts that `encoded` returns."""

@@ -16,7 +16,7 @@ from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
 from data_gen.prompts.sets import SPLITS, unreadable
-from data_gen.prompts.templates import TEMPLATES, shown
+from data_gen.prompts.templates import TEMPLATES, show_first
 from data_gen.responses.exchange import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, settle
@@ -77,8 +77,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     tokenizer = load_pair_tokenizer(pair)
     manifest = make_manifest(pair, data, tokenizer=tokenizer, split=sizes)
     check_lengths(pair, data)  # before the manifest is written, which the remedy would change
-    if prompts := [prompt for spec in all_specs for prompt in spec.prompts if prompt.is_text and prompt.text.strip()]:
-        print(shown(prompts[0], tokenizer, data.template))
+    show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
     specs = share.of(all_specs)
     names = {spec.name for spec in specs}
     with ExitStack() as work:

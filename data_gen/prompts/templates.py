@@ -8,7 +8,7 @@ that heads see the same form of prompt everywhere.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 
 from jinja2 import TemplateError
@@ -55,6 +55,14 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) ->
             )
             return ids[: start + len(bare_ids)]
     return ids
+
+
+def show_first(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Print the first prompt that is not empty as the models read it."""
+    for prompt in prompts:
+        if prompt.is_text and prompt.text.strip():
+            print(shown(prompt, tokenizer, template))
+            return
 
 
 def shown(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:

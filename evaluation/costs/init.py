@@ -21,7 +21,7 @@ from data_gen.pipeline.plan import duration, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.sets import load, set_of
-from data_gen.prompts.templates import shown
+from data_gen.prompts.templates import show_first
 from evaluation.costs.machine import ABOUT_TIMING, TIMING_S
 from evaluation.costs.stability import SKIP
 from heads.grid import specs
@@ -80,9 +80,7 @@ def init(
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
     hint_at_few(num_prompts, prompts)
-    readable = [prompt for prompt in all_prompts if prompt.is_text and prompt.text.strip()]
-    if readable:
-        print(shown(readable[0], load_pair_tokenizer(pair), config.data.template))
+    show_first(all_prompts, load_pair_tokenizer(pair), config.data.template)
     lines, totals = _plan(config)
     if rows_per_shard := shard_size(config.data, totals):
         config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from data_gen.prompts.prompt import say_once
 from data_gen.prompts.sets import load_prompts
 from decode.experiment import Experiment, names_apart
 from heads import AcceptanceHead
@@ -109,6 +110,29 @@ def test_a_set_that_no_head_saw_is_halved_whole_and_the_training_set_keeps_its_s
     assert len(settled.prompts("stories", "dev")) == 50
     settled = experiment(tmp_path, **sets, num_test=5, transfer_weights="[2, 5]")
     assert [len(settled.prompts("foreign", split)) for split in ("dev", "test")] == [2, 5]
+
+
+def test_prompts_of_the_training_data_are_left_out_of_a_transfer_set(tmp_path, capsys):
+    """Of 60 prompts 30 train heads and 10 choose them; the other set has ten of each, and twenty new ones."""
+    trained = tmp_path / "trained.jsonl"
+    trained.write_text("".join(json.dumps({"prompt": f"Prompt {i}"}) + "\n" for i in range(60)))
+    mixed = tmp_path / "mixed.jsonl"
+    sizes = spelt({"data.prompts": str(trained), "data.num_train": 30, "data.num_dev": 10, "data.num_test": 20})
+    every = flags(tmp_path, datasets=json.dumps([str(trained), str(mixed)]), num_dev=9, num_test=9)
+    settled = Experiment(config_with([*every, *sizes], "evaluate"))
+    known = [*load_prompts(settled.data, "train")[:10], *load_prompts(settled.data, "dev")]
+    texts = [prompt.turns[0] for prompt in known]
+    new = [f"New {i}" for i in range(20)]
+    mixed.write_text("".join(json.dumps({"id": text, "text": text}) + "\n" for text in [*texts, *new]))
+    say_once.cache_clear()
+    chosen = [prompt.turns[0] for split in ("dev", "test") for prompt in settled.prompts("mixed", split)]
+    assert set(chosen) <= set(new)
+    assert len(chosen) == 18
+    lines = [line for line in capsys.readouterr().err.splitlines() if "are also in the training data" in line]
+    assert sum(int(line.split(": ")[1].split()[0]) for line in lines) == 20
+    mixed.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.raises(ValueError, match=r"all \d+ dev prompts of .*mixed\.jsonl .* are also in the training data"):
+        settled.prompts("mixed", "dev")
 
 
 def test_every_set_of_several_to_train_on_is_a_training_set_and_keeps_its_splits(tmp_path):
