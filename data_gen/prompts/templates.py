@@ -61,11 +61,11 @@ def show_first(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, te
     """Print the first prompt that is not empty as the models read it."""
     for prompt in prompts:
         if prompt.is_text and prompt.text.strip():
-            print(shown(prompt, tokenizer, template))
+            print(line_of_prompt(prompt, tokenizer, template))
             return
 
 
-def shown(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+def line_of_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """A line with the first turn of a prompt as the models read it, special tokens included."""
     ids = encode(prompt, tokenizer, template)
     text = str(tokenizer.decode(ids))

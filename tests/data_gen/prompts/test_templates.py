@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt, say_once
-from data_gen.prompts.templates import encode, render, shown
+from data_gen.prompts.templates import encode, line_of_prompt, render
 
 PARTS = """{% for message in messages %}<{{ message['role'] }}>{% for part in message['content'] %}
 {% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}<a>"""
@@ -69,7 +69,10 @@ def test_no_prompt_ends_with_a_special_token_that_the_tokenizer_appends(own, cap
 
 
 def test_data_shows_one_prompt_with_its_special_tokens(own, toy_config, capsys):
-    assert shown(Prompt("a", ("Hi?",)), own, "chat") == "one prompt as the models read it, 6 tokens: '<u>Hi?\\n<a>'"
-    assert len(shown(Prompt("a", ("long " * 1000,)), own, "chat")) < 700
+    assert (
+        line_of_prompt(Prompt("a", ("Hi?",)), own, "chat")
+        == "one prompt as the models read it, 6 tokens: '<u>Hi?\\n<a>'"
+    )
+    assert len(line_of_prompt(Prompt("a", ("long " * 1000,)), own, "chat")) < 700
     make(toy_config)
     assert "one prompt as the models read it" in capsys.readouterr().out
