@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
-from jaxtyping import Float
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.manifest import describe_model, read_manifest, refuse_older
@@ -99,14 +96,24 @@ class FeatureData(pl.LightningDataModule):
             settings["is_included"] = lambda item: self._sets[split][item[0]][item[1]] == only
         return BatchLoader(block_reader(shards), lengths, **settings)
 
-    def first_scalars(self, timing: str) -> Float[Tensor, "tokens scalar"]:
-        """The scalars of the first training shard that has drafted tokens."""
-        for shard in (shard for shard in self._shards["train"] if shard.row_lengths):
-            rows = [row for part in shard.read(0, len(shard.row_lengths))[timing] for row in part]
-            columns = torch.cat([torch.stack([row.numbers[name] for name in self.scalars], -1) for row in rows])
-            if len(columns):
-                return columns
-        raise ValueError(f"train features of {self.data.dir} have no drafted tokens; raise data.num_train")
+    def first_shard(self) -> BatchLoader:
+        """The responses of the first training shard that has drafted tokens, and of empty ones before it."""
+        num_rows = 0
+        for shard in self._shards["train"]:
+            num_rows += len(shard.row_lengths)
+            if any(shard.row_lengths):
+                break
+        return self.loader("train", num=min(num_rows, self.num_responses("train")))
+
+    def first_tokens(self, limit: int) -> BatchLoader:
+        """The first training responses, of at most `limit` tokens; at least one response with tokens."""
+        lengths = [length for shard in self._shards["train"] for length in shard.row_lengths]
+        num_rows = 0
+        for num_tokens in accumulate(lengths[: self.num_responses("train")]):
+            if num_rows and num_tokens > limit:
+                break
+            num_rows += 1
+        return self.loader("train", num=num_rows)
 
     def num_responses(self, split: str) -> int:
         return len(self.loader(split).items)

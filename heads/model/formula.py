@@ -30,6 +30,44 @@ Weights = Mapping[str, Tensor]
 """Parameters of one block by name; with a leading axis of heads where several heads are stacked."""
 
 
+class Scaling(nn.Module):
+    """Mean m and deviation s of each column that weights read, and the gain t of what blocks add to the stream."""
+
+    mean: Float[Tensor, " column"]
+    deviation: Float[Tensor, " column"]
+
+    def __init__(self, mean: Float[Tensor, " column"], deviation: Float[Tensor, " column"]) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", deviation)
+
+    def at(self, part: slice) -> "Scaling":
+        """The scaling of some columns."""
+        return Scaling(self.mean[part], self.deviation[part])
+
+    @property
+    def gain(self) -> Float[Tensor, " column"]:
+        """t = max(s, 1): what blocks add is as large as the stream's own deviation, and SiLU remains curved."""
+        return self.deviation.clamp_min(1.0)
+
+    def centred(self) -> "Scaling":
+        """The scaling of columns that have mean 0 already."""
+        return Scaling(torch.zeros_like(self.mean), self.deviation)
+
+    def identity(self) -> "Scaling":
+        """The scaling of columns that are standardised already."""
+        return Scaling(torch.zeros_like(self.mean), torch.ones_like(self.deviation))
+
+    def folded(
+        self, weight: Float[Tensor, "*heads out column"], bias: Float[Tensor, "*heads out"]
+    ) -> tuple[Float[Tensor, "*heads out column"], Float[Tensor, "*heads out"]]:
+        """(A / s, b - (A / s) m), which give for x what (A, b) give for (x - m) / s. No product of matrices, because
+        autocast would round it.
+        """
+        scaled = weight / self.deviation
+        return scaled, bias - (scaled * self.mean).sum(-1)
+
+
 class Architecture(NamedTuple):
     """What one residual block of a head computes."""
 
@@ -39,6 +77,9 @@ class Architecture(NamedTuple):
     """(weights, stream) -> what the block adds to the stream."""
     step: Callable[[Weights, Float[Tensor, " hidden"]], Float[Tensor, " hidden"]] | None = None
     """The same for one head and one token, in new memory and with few torch calls; None: use `added`."""
+    folded: Callable[[Weights, Scaling], Weights] | None = None
+    """The parameters that read the stream h_d and add t times as much, from those that read (h_d - m) / s (`folded`).
+    None: heads with these blocks are trained on hidden states as they are."""
 
     def added_to_token(self, weights: Weights, stream: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
         """What a block of one head adds to the stream of one token."""
@@ -47,11 +88,19 @@ class Architecture(NamedTuple):
         return self.added({name: weight[None] for name, weight in weights.items()}, stream[None, None])[0, 0]
 
 
+def _folded_linear(weights: Weights, scaling: Scaling) -> Weights:
+    """SiLU(t (A (h - m) / s + b)) as SiLU(W h + b')."""
+    gain = scaling.gain
+    weight, bias = scaling.folded(gain[:, None] * weights["weight"], gain * weights["bias"])
+    return {"weight": weight, "bias": bias}
+
+
 ARCHITECTURES = {
     PAPERS: Architecture(
         block=lambda width: nn.Linear(width, width),
         added=lambda w, stream: functional.silu(torch.baddbmm(w["bias"][:, None], stream, w["weight"].mT)),
         step=lambda w, stream: functional.silu(torch.addmv(w["bias"], w["weight"], stream), inplace=True),
+        folded=_folded_linear,
     )
 }
 """Name -> architecture."""
@@ -108,3 +157,31 @@ def stack_forward(
     if "skip.weight" in weights:
         logit = torch.baddbmm(logit, inputs, weights["skip.weight"].mT)  # type: ignore[arg-type]
     return logit.squeeze(-1)
+
+
+def folded(weights: Weights, hidden: Scaling, inputs: Scaling, *, architecture: Architecture) -> dict[str, Tensor]:
+    """The head's parameters, from those that are trained on standardised columns.
+
+    A, b, U, c, w, v and b_f are trained in this form of law 4.7, with means m, deviations s and gains t = max(s, 1):
+
+        h_0 = hidden + t (U (x - m_x) / s_x + c)
+        h_d = h_{d-1} + SiLU(t (A_d (h_{d-1} - m) / s + b_d))
+        f   = w . (h_D - m) / s + v . (x - m_x) / s_x + b_f
+
+    so weights read columns of mean 0 and deviation 1 at every scale of `hidden`, and what is added to the stream has
+    the stream's scale. Only weights change: W_d = t A_d / s, b_d' = t b_d - W_d m, and so on. The stream itself cannot
+    be divided by s, because the formula reads `hidden` with weight 1.
+    """
+    result = dict(weights)
+    if "mix.weight" in weights:
+        gain = hidden.gain
+        mix = inputs.folded(gain[:, None] * weights["mix.weight"], gain * weights["mix.bias"])
+        result["mix.weight"], result["mix.bias"] = mix
+    for index, block in enumerate(blocks_of(weights)):
+        of_block = architecture.folded(block, hidden) if architecture.folded else block
+        result |= {f"blocks.{index}.{name}": weight for name, weight in of_block.items()}
+    result["out.weight"], bias = hidden.folded(weights["out.weight"], weights["out.bias"])
+    if "skip.weight" in weights:
+        result["skip.weight"], bias = inputs.folded(weights["skip.weight"], bias)
+    result["out.bias"] = bias
+    return result

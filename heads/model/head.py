@@ -110,6 +110,11 @@ class HeadShape:
             )
 
     @property
+    def is_specdec(self) -> bool:
+        """Whether this is SpecDec++'s own head: fed-time, on the hidden state alone."""
+        return (self.timing, self.inputs, self.architecture) == ("fed", Inputs(), PAPERS)
+
+    @property
     def kind(self) -> str:
         """Timing and inputs, such as drawn+s+e; +ARCHITECTURE if it is not the paper's."""
         return self.timing + self.inputs.label + f"+{self.architecture}" * (self.architecture != PAPERS)
@@ -164,7 +169,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         self.shape_name = str(HeadShape(timing, self.inputs, depth, architecture))
         self.provenance = provenance or Provenance()
-        num_inputs = len(self.inputs.scalars) + hidden_size * self.inputs.embedding
+        num_inputs = self.inputs.width(hidden_size)
         self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
         self.blocks = nn.ModuleList([architecture_of(architecture).block(hidden_size) for _ in range(depth)])
         self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None

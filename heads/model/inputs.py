@@ -70,6 +70,10 @@ class Inputs(NamedTuple):
         """Whether any input depends on the token that is scored."""
         return self.embedding or any(SCALARS[name].reads_token for name in self.scalars)
 
+    def width(self, hidden_size: int) -> int:
+        """Number of columns beside the hidden state."""
+        return len(self.scalars) + hidden_size * self.embedding
+
     @property
     def label(self) -> str:
         """+s for standard scalars, others by name, +e for the embedding, +n if normalised."""

@@ -112,8 +112,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     if config.heads.reached and not data.manifest.get("draft_length"):
         problem = f"heads.reached is true, but {config.data.dir} is not data of a feature draft"
         raise ValueError(f"{problem}; set heads.reached to false")
-    facts = {"run": run, "hidden_size": data.hidden_size, "scalar_stats": _scalar_stats(data)}
-    facts["provenance"] = _provenance(config, data)
+    facts = {"run": run, "hidden_size": data.hidden_size, "provenance": _provenance(config, data)}
     if any(config.heads.embeddings):
         embedding = _input_embedding(config.pair, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
@@ -140,15 +139,6 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
         widths = f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}"
         raise ValueError(f"{widths}, but heads.embeddings needs equal widths; set it to [false]")
     return embedding
-
-
-def _scalar_stats(data: FeatureData) -> dict[str, list[list[float]]]:
-    """Feature set -> [mean, standard deviation] of each scalar, over the first training shard."""
-    stats: dict[str, list[list[float]]] = {}
-    for timing in data.timings if any(data.heads.scalars) else ():
-        scalars = data.first_scalars(timing).double()
-        stats[timing] = [scalars.mean(0).tolist(), scalars.std(0, correction=0).clamp_min(1e-6).tolist()]
-    return stats
 
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class Targets(NamedTuple):
         mass = accept_weight * accepted.sum() + reject_weight * rejected.sum()
         return cls(accepted, rejected, accept_weight, reject_weight, mass)
 
+    def weighted(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
+        """w_acc P and w_acc P + w_rej (1 - P) of each head, times the tokens' weights."""
+        accept = self.accept_weight[:, None] * self.accepted
+        return accept, accept + self.reject_weight[:, None] * self.rejected
+
     def at(self, part: slice) -> "Targets":
         """Targets of some tokens, with the denominator of all."""
         return self._replace(accepted=self.accepted[part], rejected=self.rejected[part])
@@ -54,8 +59,7 @@ class Targets(NamedTuple):
 def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:
     """L of each head, as a softplus(f) - b f, since softplus(-f) = softplus(f) - f."""
     logit = logit.float()
-    accept = targets.accept_weight[:, None] * targets.accepted
-    total = accept + targets.reject_weight[:, None] * targets.rejected
+    accept, total = targets.weighted()
     mass = targets.mass.clamp_min(torch.finfo(torch.float32).tiny)
     return (total * F.softplus(logit) - accept * logit).sum(-1) / mass
 

@@ -3,8 +3,9 @@
 Adam is elementwise and the losses are independent, so stacked heads train exactly as they would alone, up to rounding.
 Initial values depend only on (seed, name of the shape), not on the other heads of the grid.
 
-Scalars are standardised with the mean and standard deviation of the training data. `head` folds this into the exported
-weights, so an exported head reads scalars in nats.
+Hidden states, scalars and embeddings are standardised per column with means and standard deviations of the training
+data; only SpecDec++'s own heads read them as they are. `head` folds this into the exported weights
+(`heads.model.formula.folded`), so an exported head reads what it always read.
 """
 
 import zlib
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heads.grid import HeadSpec
-from heads.model.formula import ARCHITECTURES, Dropout, stack_forward
+from heads.model.formula import ARCHITECTURES, Architecture, Dropout, Scaling, folded, stack_forward
 from heads.model.head import AcceptanceHead, HeadShape, Provenance
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 
@@ -23,8 +24,7 @@ from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 class HeadStack(nn.Module):
     """All heads of one shape, one per reject weight: parameters of `AcceptanceHead` with a leading axis of heads."""
 
-    scalar_mean: Tensor
-    scalar_scale: Tensor
+    reject_weights: Tensor
 
     def __init__(self, shape: HeadShape, reject_weights: Sequence[float], *, hidden_size: int, seed: int) -> None:
         super().__init__()
@@ -37,10 +37,26 @@ class HeadStack(nn.Module):
         self._names = {name: name.replace(".", "_") for name in initial}
         for name, parameter_name in self._names.items():
             self.register_parameter(parameter_name, nn.Parameter(torch.stack([initial[name]] * len(self.specs))))
-        # checkpoints have both buffers, of two numbers, even if the heads read no scalars
-        num_scalars = len(shape.inputs.scalars) or 2
-        self.register_buffer("scalar_mean", torch.zeros(num_scalars))
-        self.register_buffer("scalar_scale", torch.ones(num_scalars))
+        self.register_buffer("reject_weights", torch.tensor(reject_weights, dtype=torch.float32), persistent=False)
+        num_inputs = shape.inputs.width(hidden_size)
+        self.hidden_scaling = Scaling(torch.zeros(hidden_size), torch.ones(hidden_size))
+        self.input_scaling = Scaling(torch.zeros(num_inputs), torch.ones(num_inputs))
+
+    def standardise(self, hidden: Scaling, inputs: Scaling) -> None:
+        """Set means and deviations: of the hidden state, unless it passes blocks that cannot be folded, and of the
+        other inputs. Parameters keep their values, and so read other columns than before.
+        """
+        if not self.shape.depth or self.architecture.folded:
+            self.hidden_scaling.load_state_dict(hidden.state_dict())
+        self.input_scaling.load_state_dict(inputs.state_dict())
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.shape.architecture]
+
+    @property
+    def device(self) -> torch.device:
+        return self.reject_weights.device
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -55,7 +71,8 @@ class HeadStack(nn.Module):
         dropout: Dropout | None = None,
     ) -> Float[Tensor, "heads tokens"]:
         """The logit of every head for every token; inputs as in `AcceptanceHead.forward`, float32, scalars in nats."""
-        return self._logits(self.weights, self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), dropout)
+        stream, inputs = self.columns(hidden, scalars, embedding)
+        return self._logits(self._centred(), stream, inputs, dropout)
 
     def loss(
         self,
@@ -69,7 +86,8 @@ class HeadStack(nn.Module):
         """The loss of every head over a batch, in chunks except under autocast, whose scaler would come too late."""
         if torch.is_autocast_enabled(hidden.device.type):
             return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
-        stream, inputs, weights = self.shape.inputs.taken(hidden), self._inputs(scalars, embedding), self.weights
+        stream, inputs = self.columns(hidden, scalars, embedding)
+        weights = self._centred()
 
         def loss_of(values: Sequence[Tensor], chunk: slice) -> Float[Tensor, " heads"]:
             x = None if inputs is None else inputs[chunk]
@@ -79,32 +97,78 @@ class HeadStack(nn.Module):
         chunks = chunks_of(stream, num_heads=len(self.specs))
         return ChunkedLoss.apply(loss_of, chunks, *weights.values())  # type: ignore[no-any-return]
 
+    def columns(
+        self, hidden: Tensor, scalars: Tensor | None, embedding: Tensor | None
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens input"] | None]:
+        """The hidden state less its mean, and the other inputs standardised."""
+        x = self.shape.inputs.concatenated(scalars, embedding)
+        standardised = None if x is None else (x - self.input_scaling.mean) / self.input_scaling.deviation
+        return self.shape.inputs.taken(hidden) - self.hidden_scaling.mean, standardised
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the heads get their optimum (`heads.training.linear`) instead of steps of Adam."""
+        return self.shape.depth == 0 and not self.shape.is_specdec
+
+    def design(
+        self, hidden: Tensor, scalars: Tensor | None, embedding: Tensor | None
+    ) -> Float[Tensor, "tokens column"]:
+        """The columns of a linear head: hidden state and other inputs, standardised, and 1; float64."""
+        stream, inputs = self.columns(hidden, scalars, embedding)
+        parts = [stream / self.hidden_scaling.deviation, torch.ones_like(stream[:, :1])]
+        if inputs is not None:
+            parts.insert(1, inputs)
+        return torch.cat(parts, -1).double()
+
+    def linear_weights(self) -> Float[Tensor, "heads column"]:
+        """w, v and b of law 4.7 for the columns of `design`, float64."""
+        return torch.cat([weight.flatten(1) for weight in self._linear()], -1).detach().double()
+
+    @torch.no_grad()
+    def set_linear_weights(self, values: Float[Tensor, "heads column"]) -> None:
+        """Set w, v and b."""
+        parts = self._linear()
+        for weight, value in zip(parts, values.split([part[0].numel() for part in parts], -1), strict=True):
+            weight.copy_(value.view_as(weight))
+
+    @torch.no_grad()
+    def start_at(self, signal: str | None, slope: float, offset: Float[Tensor, " heads"]) -> None:
+        """Give every head the logit slope x signal + offset, of a scalar that it reads (None: offset alone)."""
+        for weight in self._linear():
+            weight.zero_()
+        bias = offset.to(self.weights["out.bias"])
+        if signal is not None:
+            column = self.shape.inputs.scalars.index(signal)
+            self.weights["skip.weight"][..., column] = slope * self.input_scaling.deviation[column]
+            bias = bias + slope * self.input_scaling.mean[column]
+        self.weights["out.bias"].copy_(bias[:, None])
+
+    def _linear(self) -> list[Tensor]:
+        names = ("out.weight", "skip.weight", "out.bias")
+        return [self.weights[name] for name in names if name in self._names]
+
+    def _centred(self) -> dict[str, Tensor]:
+        """The weights that read `columns`."""
+        hidden, inputs = self.hidden_scaling.centred(), self.input_scaling.identity()
+        return folded(self.weights, hidden, inputs, architecture=self.architecture)
+
     def _logits(
         self, weights: Mapping[str, Tensor], stream: Tensor, inputs: Tensor | None, dropout: Dropout | None
     ) -> Float[Tensor, "heads tokens"]:
         count = len(self.specs)
         x = None if inputs is None else inputs.expand(count, -1, -1)
-        architecture = ARCHITECTURES[self.shape.architecture]
-        return stack_forward(weights, stream.expand(count, -1, -1), x, dropout, architecture=architecture)
+        return stack_forward(weights, stream.expand(count, -1, -1), x, dropout, architecture=self.architecture)
 
     def dropout(self, rate: float, *step: int) -> Dropout | None:
         """Masks of one step, which depend only on the shape and `step`, so that a resumed run has the same ones."""
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
-        return Dropout(rate, torch.Generator(self.scalar_mean.device).manual_seed(seed)) if rate else None
+        return Dropout(rate, torch.Generator(self.device).manual_seed(seed)) if rate else None
 
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:
-        """One head of the stack, with the standardisation of scalars folded into its weights."""
+        """One head of the stack, with the standardisation folded into its weights."""
         head = self.shape.head(self.hidden_size, provenance)
         weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
-        count = len(self.shape.inputs.scalars)  # they come first among the inputs
-        for weight, bias in (("mix.weight", "mix.bias"), ("skip.weight", "out.bias")) if count else ():
-            if weight in weights:
-                weights[weight][:, :count] /= self.scalar_scale
-                weights[bias] -= weights[weight][:, :count] @ self.scalar_mean
-        head.load_state_dict(weights, strict=True)
+        exported = folded(weights, self.hidden_scaling, self.input_scaling, architecture=self.architecture)
+        head.load_state_dict(exported, strict=True)
         return head.eval()
-
-    def _inputs(self, scalars: Tensor | None, embedding: Tensor | None) -> Float[Tensor, "tokens input"] | None:
-        standardised = None if scalars is None else (scalars - self.scalar_mean) / self.scalar_scale
-        return self.shape.inputs.concatenated(standardised, embedding)

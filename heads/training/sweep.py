@@ -8,7 +8,7 @@ of a separate run would be.
 import copy
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,6 +18,8 @@ from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, DraftFeatures, of_timing
+from heads.batches.loader import BatchLoader
+from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe, reach_of
@@ -25,6 +27,7 @@ from heads.measures.scores import auroc, fit_temperature, measures
 from heads.model.head import AcceptanceHead, HeadShape, Provenance
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
+from heads.training.start import Start
 from heads.training.trainer import num_optimizer_steps, training_plan
 
 
@@ -40,8 +43,7 @@ class Sweep(pl.LightningModule):
 
     best_kl: Tensor
     temperature: Tensor
-    reject_weights: Tensor
-    embedding: Tensor | None
+    is_started: Tensor
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (name), hidden_size, scalar_stats {feature set: [means, deviations]}, provenance (what heads share).
+        facts: run (name), hidden_size, provenance (what heads share).
         draft: computes online features with the frozen draft.
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         """
@@ -67,14 +69,19 @@ class Sweep(pl.LightningModule):
         self.stacks = nn.ModuleDict(
             {re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)): self._stack(shape) for shape in shapes}
         )
+        self.trained = [stack for stack in self.by_shape if not stack.is_solved]
+        if self.trained:
+            for stack in self.by_shape:
+                stack.requires_grad_(not stack.is_solved)
         self.best = copy.deepcopy(self.stacks).requires_grad_(False)
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
-        self.register_buffer("reject_weights", torch.tensor([spec.reject_weight for spec in self.specs]))
-        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("is_started", torch.tensor(False))
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self._draft = draft
+        # no buffer: DDP would broadcast it before each step
+        self._embedding = [] if embedding is None else [embedding]
 
     @property
     def by_shape(self) -> list[HeadStack]:
@@ -85,29 +92,77 @@ class Sweep(pl.LightningModule):
         """[heads, tokens] of one stack."""
         return stack(*self._inputs(stack, batch))
 
+    def on_fit_start(self) -> None:
+        self._embedding = [table.to(self.device) for table in self._embedding]
+
+    on_test_start = on_fit_start
+
     def on_train_start(self) -> None:
         self.print(training_plan(self.trainer, self.config.batch_size), file=sys.stderr)
+        if not self.is_started:
+            self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Set the weights that follow from the data (`heads.training.start`), and measure all heads on dev."""
+        data: FeatureData = self.trainer.datamodule  # type: ignore[attr-defined]
+        start = Start(
+            self.by_shape,
+            data,
+            batches=self._batches,
+            inputs=self._inputs,
+            targets=self.targets,
+            shift=self._shift_of,
+            reduce=self._sum,
+        )
+        start.standardise()
+        start.fit_signals()
+        start.choose_ridges(start.solve())
+        # processes on different machines may round differently
+        for tensor in (tensor for stack in start.stacks for tensor in stack.state_dict().values()):
+            tensor.copy_(self.trainer.strategy.reduce(tensor.clone(), reduce_op="mean"))
+        self.on_validation_epoch_start()
+        for batch in self._batches(data.val_dataloader()):
+            self.validation_step(batch, 0)
+        self._validated()
+        self.is_started.fill_(True)
+
+    def _batches(self, loader: BatchLoader) -> Iterator[Batch]:
+        """The batches of a loader on this device, with features."""
+        return (self.trainer.strategy.batch_to_device(batch, self.device) for batch in loader)
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        """The sum over processes."""
+        return self.trainer.strategy.reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
         """The features of a batch, which the frozen draft computes if they are online."""
         return batch if self._draft is None else self._draft(batch, self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if not self.trained:  # every head has its optimum; Lightning needs a loss and a step all the same
+            return torch.stack([parameter.sum() for parameter in self.stacks.parameters()]).sum() * 0.0
         losses = []
-        for weights, stack in zip(self._by_stack(self.reject_weights), self.by_shape, strict=True):
-            label = of_timing(batch, stack.shape.timing).acceptance_prob
-            accept_weights = torch.full_like(weights, self.config.accept_weight)
-            targets = Targets.of(label, accept_weights, weights, self._reach(batch, stack))
+        for stack in self.trained:
+            targets = self.targets(stack, batch)
             targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(self.config.dropout, *step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
         if not (is_finite := torch.isfinite(loss.detach())).all():
-            names = ", ".join(str(self.specs[index]) for index in (~is_finite).nonzero().flatten().tolist())
-            raise ValueError(f"the loss of {names} is not finite at step {self.global_step}; lower heads.learning_rate")
+            names = [str(spec) for stack in self.trained for spec in stack.specs]
+            failed = ", ".join(names[index] for index in (~is_finite).nonzero().flatten().tolist())
+            problem = f"the loss of {failed} is not finite at step {self.global_step}"
+            raise ValueError(f"{problem}; lower heads.learning_rate")
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
+
+    def targets(self, stack: HeadStack, batch: Batch) -> Targets:
+        """The targets of the tokens that a stack scores."""
+        accept_weights = torch.full_like(stack.reject_weights, self.config.accept_weight)
+        label = of_timing(batch, stack.shape.timing).acceptance_prob
+        return Targets.of(label, accept_weights, stack.reject_weights, self._reach(batch, stack))
 
     def on_validation_epoch_start(self) -> None:
         self._validation = Sums(len(self.specs), self.device)
@@ -121,18 +176,24 @@ class Sweep(pl.LightningModule):
         self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
 
     def on_validation_epoch_end(self) -> None:
-        histogram = self._validation.compute()
         if self.trainer.sanity_checking:
             return
+        entry = self._validated()
+        for name, values in entry.items():
+            self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
+        kl = entry["calibrated_kl"]
+        self.log("dev/calibrated_kl", sum(kl) / len(kl), prog_bar=True)
+
+    def _validated(self) -> dict[str, list[float]]:
+        """Metrics of every head on the dev tokens since `on_validation_epoch_start`; keeps the best weights."""
+        histogram = self._validation.compute()
         temperature = fit_temperature(histogram, self._shift)
         kl = measures(histogram, 1 / temperature, self._shift / temperature).kl
         self._keep_best(kl, temperature)
         columns = {"raw_kl": measures(histogram).kl, "calibrated_kl": kl, "auroc": auroc(histogram)}
         entry = {name: column.tolist() for name, column in columns.items()}
         self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
-        for name, values in entry.items():
-            self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
-        self.log("dev/calibrated_kl", kl.mean(), prog_bar=True)
+        return entry
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
@@ -153,7 +214,8 @@ class Sweep(pl.LightningModule):
         # fused Adam would unscale float16 gradients after clipping; they must be unscaled before
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         assert self.config.learning_rate is not None, "settled by heads.training.command"
-        optimizer = torch.optim.Adam(self.stacks.parameters(), lr=self.config.learning_rate, fused=not is_scaled)
+        parameters = [parameter for parameter in self.stacks.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.Adam(parameters, lr=self.config.learning_rate, fused=not is_scaled)
         total = num_optimizer_steps(self.trainer)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.config.warmup_ratio * total), total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -165,7 +227,7 @@ class Sweep(pl.LightningModule):
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        for stack in self.by_shape if gradient_clip_val else ():
+        for stack in self.trained if gradient_clip_val else ():
             grads = [p.grad for p in stack.parameters() if p.grad is not None]
             norm = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).norm(dim=0)
             for grad in grads:
@@ -201,8 +263,8 @@ class Sweep(pl.LightningModule):
         """hidden, scalars and embedding of the tokens that a stack scores."""
         features, inputs = of_timing(batch, stack.shape.timing), stack.shape.inputs
         # `build` passes the draft's embeddings if a head reads them
-        embedding = self.embedding[features.token] if inputs.embedding and self.embedding is not None else None
-        return features.hidden.to(stack.scalar_mean.dtype), inputs.stacked(features.scalars), embedding
+        embedding = self._embedding[0][features.token] if inputs.embedding and self._embedding else None
+        return features.hidden.to(stack.reject_weights.dtype), inputs.stacked(features.scalars), embedding
 
     def _reach(self, batch: Batch, stack: HeadStack) -> Tensor:
         """Weight of each token."""
@@ -213,7 +275,10 @@ class Sweep(pl.LightningModule):
     @property
     def _shift(self) -> Tensor:
         """ln(w_rej / w_acc) of every head, float64."""
-        return (self.reject_weights / self.config.accept_weight).log().double()
+        return torch.cat([self._shift_of(stack) for stack in self.by_shape])
+
+    def _shift_of(self, stack: HeadStack) -> Tensor:
+        return (stack.reject_weights / self.config.accept_weight).log().double()
 
     @torch.no_grad()
     def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:
@@ -229,13 +294,7 @@ class Sweep(pl.LightningModule):
 
     def _stack(self, shape: HeadShape) -> HeadStack:
         settings = {"hidden_size": self.facts["hidden_size"], "seed": self.config.seed}
-        stack = HeadStack(shape, self.config.reject_weights, **settings)
-        if shape.inputs.scalars:
-            mean, scale = torch.tensor(self.facts["scalar_stats"][FEATURE_SETS[shape.timing]])
-            columns = [self.scalars.index(name) for name in shape.inputs.scalars]
-            stack.scalar_mean.copy_(mean[columns])
-            stack.scalar_scale.copy_(scale[columns])
-        return stack
+        return HeadStack(shape, self.config.reject_weights, **settings)
 
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
         """A [heads] tensor split by stack."""

@@ -122,8 +122,7 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
 
     def read_features() -> None:
         module = FeatureData(config.data, config.heads, pair=config.pair)
-        for timing in module.timings:
-            module.first_scalars(timing)
+        next(iter(module.first_shard()))
         next(iter(module.loader("train")))
 
     def read_settled() -> None:

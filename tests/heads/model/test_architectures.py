@@ -9,7 +9,7 @@ from torch import nn
 from configs.schema import HeadsConfig
 from heads import AcceptanceHead
 from heads.grid import grid, specs
-from heads.model.formula import ARCHITECTURES
+from heads.model.formula import ARCHITECTURES, Scaling
 from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.model.step import HostHead, StepwiseHead
@@ -49,7 +49,9 @@ def test_every_form_computes_the_same_logit(tmp_path):
 
 def test_a_stack_of_it_has_the_loss_and_gradients_of_autograd_and_exports_itself():
     made = HeadStack(HeadShape("drawn", Inputs.of(True, False), 1, "gated"), (1.0, 6.0), hidden_size=8, seed=0)
-    made.scalar_mean.copy_(torch.tensor([-2.0, 1.5, 0.5]))
+    scaling = Scaling(torch.tensor([-2.0, 1.5, 0.5]), torch.tensor([0.3, 4.0, 1.0]))
+    made.standardise(Scaling(torch.ones(8), torch.full((8,), 9.0)), scaling)
+    assert not made.hidden_scaling.mean.any(), "its blocks say nothing of how to fold a scaling into them"
     hidden, scalars, prob = torch.randn(50, 8), torch.randn(50, 3), torch.rand(50)
     targets = Targets.of(prob, torch.ones(2), torch.tensor([1.0, 6.0]))
     losses = made.loss(hidden, scalars, targets=targets), weighted_bce(made(hidden, scalars), targets)

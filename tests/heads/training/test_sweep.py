@@ -13,6 +13,7 @@ from configs.schema import HeadsConfig
 from heads.command import load_sweep
 from heads.grid import grid, specs
 from heads.measures.histogram import reach_of
+from heads.model.formula import Scaling
 from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.training import loss as loss_module
@@ -26,12 +27,11 @@ WEIGHTS = (1.0, 3.0, 6.0)
 
 
 def random_stack(depth: int, scalars: bool = False, embedding: bool = False, **inputs: bool) -> HeadStack:
-    """Three heads of width 8 with random weights and scalars that are not standardised yet."""
+    """Three heads of width 8 with random weights, on columns with random means and deviations."""
     shape = HeadShape("drawn", Inputs.of(scalars, embedding, **inputs), depth)
     stack = HeadStack(shape, WEIGHTS, hidden_size=8, seed=0)
-    if scalars:
-        stack.scalar_mean.copy_(torch.tensor([-2.0, 1.5, 0.5]))
-        stack.scalar_scale.copy_(torch.tensor([1.3, 0.7, 2.0]))
+    means = [torch.randn(width) for width in (8, stack.shape.inputs.width(8))]
+    stack.standardise(*(Scaling(mean, torch.rand_like(mean) * 3 + 0.5) for mean in means))
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
@@ -129,7 +129,7 @@ def test_the_same_step_drops_the_same_another_step_does_not_and_heads_without_bl
 def test_training_jointly_gives_the_weights_of_training_each_alone(depth: int, scalars: bool):
     """Same initial values, same data order; the separate arm is the plain `AcceptanceHead` under torch's own Adam."""
     stack = random_stack(depth, scalars)
-    stack.scalar_mean.zero_(), stack.scalar_scale.fill_(1.0)
+    stack.standardise(stack.hidden_scaling.identity(), stack.input_scaling.identity())
     inputs, prob = tokens(stack, 400)
     alone = [stack.head(index) for index in range(len(WEIGHTS))]
     joint = torch.optim.Adam(stack.parameters(), lr=1e-3, fused=True)

@@ -112,6 +112,7 @@ def test_labels_without_a_number_that_a_head_learns_and_a_loss_that_is_not_finit
     sweep, module = build(config)
     with torch.no_grad():
         sweep.by_shape[0].out_bias[0] = torch.nan
+        sweep.is_started.fill_(True)
     with pytest.raises(ValueError, match=r"loss of fed-d0-w1 is not finite at step 0"):
         pl.Trainer(**trainer_arguments(config)).fit(sweep, datamodule=module)
 

@@ -1,0 +1,197 @@
+"""What a sweep takes from its training data before the first step of Adam.
+
+1. Means and deviations of every column, over the first shard.
+2. The draft's own signal: sigmoid(slope x signal + offset), fitted to the labels. Every head starts there, so none
+   begins below two numbers.
+3. Heads of depth 0 get their optimum (`heads.training.linear`), each with the ridge whose calibrated KL on dev is the
+   lowest. Adam leaves them alone.
+
+SpecDec++'s own heads are left out: they keep the paper's recipe. Only sums over tokens are kept, and they are added up
+over processes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heads.batches.features import FEATURE_SETS, Batch, of_timing
+from heads.batches.loader import BatchLoader
+from heads.batches.module import FeatureData
+from heads.measures.histogram import Sums, observe
+from heads.measures.scores import fit_logistic, fit_temperature, measures
+from heads.model.formula import Scaling
+from heads.model.inputs import SIGNALS, Inputs
+from heads.training.linear import MAX_CURVATURE_COLUMNS, MAX_PASSES, RIDGES, Curvature, LinearFit, Reduce
+from heads.training.loss import Targets
+from heads.training.stack import HeadStack
+
+CURVATURE_TOKENS = 2**16
+"""Tokens that the curvature is measured on."""
+MOST_TOKENS = 2**19
+TOKENS_PER_COLUMN = 128
+"""Linear heads are fitted to the first tokens of the training set, up to the larger of both limits."""
+_CHUNK = 4096
+"""Tokens whose columns are in memory in float64."""
+_CONSTANT = 1e-10
+"""A column with a smaller variance, relative to its mean square, is centred only."""
+
+
+class Moments:
+    """Count, sum and sum of squares of some columns, float64."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def update(self, columns: Float[Tensor, "tokens column"]) -> None:
+        """Add some tokens."""
+        sums = columns.new_zeros(3, columns.shape[-1], dtype=torch.float64)
+        for chunk in columns.split(_CHUNK):
+            values = chunk.double()
+            sums += torch.stack([torch.ones_like(values).sum(0), values.sum(0), values.square().sum(0)])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def compute(self, reduce: Reduce) -> Scaling:
+        """Mean and deviation of each column over all processes; a constant column has deviation 1."""
+        assert self._sums is not None, "a loader has at least one batch"
+        count, total, squares = reduce(self._sums)
+        mean = total / count
+        mean_square = squares / count
+        variance = mean_square - mean.square()
+        is_constant = variance <= _CONSTANT * mean_square
+        return Scaling(mean, torch.where(is_constant, 1.0, variance.clamp_min(0.0).sqrt()))
+
+
+class Start:
+    """Sets the weights of new stacks; every process calls the same methods."""
+
+    def __init__(
+        self,
+        stacks: Sequence[HeadStack],
+        data: FeatureData,
+        *,
+        batches: Callable[[BatchLoader], Iterable[Batch]],
+        inputs: Callable[[HeadStack, Batch], tuple[Tensor, Tensor | None, Tensor | None]],
+        targets: Callable[[HeadStack, Batch], Targets],
+        shift: Callable[[HeadStack], Float[Tensor, " heads"]],
+        reduce: Reduce,
+    ) -> None:
+        """Args:
+        stacks: every stack of the sweep.
+        data: the training data.
+        batches: the batches of a loader, on the stacks' device.
+        inputs: hidden, scalars and embedding of the tokens that a stack scores.
+        targets: their targets.
+        shift: ln(w_rej / w_acc) of the heads of a stack, float64.
+        reduce: sums a tensor over processes.
+        """
+        self.stacks = [stack for stack in stacks if not stack.shape.is_specdec]
+        self._data = data
+        self._batches = batches
+        self._inputs = inputs
+        self._targets = targets
+        self._shift = shift
+        self._reduce = reduce
+
+    @torch.no_grad()
+    def standardise(self) -> None:
+        """Step 1. ValueError if the first shard has no drafted tokens."""
+        by_columns = {_columns_of(stack): (stack, Moments()) for stack in self.stacks}
+        for batch in self._batches(self._data.first_shard()):
+            for stack, moments in by_columns.values():
+                hidden, scalars, embedding = self._inputs(stack, batch)
+                x = stack.shape.inputs.concatenated(scalars, embedding)
+                states = stack.shape.inputs.taken(hidden)
+                moments.update(states if x is None else torch.cat([states, x], -1))
+        scalings = {key: moments.compute(self._reduce) for key, (_, moments) in by_columns.items()}
+        for stack in self.stacks:
+            scaling = scalings[_columns_of(stack)]
+            if scaling.mean.isnan().any():
+                problem = f"train features of {self._data.data.dir} have no drafted tokens"
+                raise ValueError(f"{problem}; raise data.num_train")
+            stack.standardise(scaling.at(slice(stack.hidden_size)), scaling.at(slice(stack.hidden_size, None)))
+
+    @torch.no_grad()
+    def fit_signals(self) -> None:
+        """Step 2."""
+        by_timing = {stack.shape.timing: (stack, Sums(1, stack.device)) for stack in self.stacks}
+        for batch in self._batches(self._data.first_tokens(MOST_TOKENS)):
+            for timing, (stack, sums) in by_timing.items():
+                targets = self._targets(stack, batch)
+                total = targets.accepted + targets.rejected
+                features = of_timing(batch, timing)
+                signal = features.scalars[SIGNALS[timing]]
+                sums.update(observe(signal[None], features.acceptance_prob[None], total[None]))
+        histograms = {timing: sums.compute() for timing, (_, sums) in by_timing.items()}
+        for stack in self.stacks:
+            name = SIGNALS[stack.shape.timing]
+            histogram = histograms[stack.shape.timing]
+            slope, offset = map(float, fit_logistic(histogram))
+            prob = histogram.accepted.sum() / histogram.total[0]
+            constant = float(prob.clamp(1e-6, 1 - 1e-6).logit())
+            if name in stack.shape.inputs.scalars:
+                stack.start_at(name, slope, offset - self._shift(stack))
+            else:
+                stack.start_at(None, 0.0, constant - self._shift(stack))
+
+    @torch.no_grad()
+    def solve(self) -> list[tuple[HeadStack, LinearFit]]:
+        """Step 3, for every ridge."""
+        fits = [(stack, LinearFit(*self._curvature(stack))) for stack in self.stacks if stack.is_solved]
+        num_columns = max((fit.weights.shape[-1] for _, fit in fits), default=0)
+        loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * num_columns))
+        for _ in range(MAX_PASSES):
+            open_fits = [(stack, fit) for stack, fit in fits if not fit.is_done]
+            if not open_fits:
+                break
+            for batch in self._batches(loader):
+                for stack, fit in open_fits:
+                    for columns, targets in self._chunks(stack, batch):
+                        fit.observe(columns, targets)
+            for _, fit in open_fits:
+                fit.advance(self._reduce)
+        return fits
+
+    @torch.no_grad()
+    def choose_ridges(self, fits: Sequence[tuple[HeadStack, LinearFit]]) -> None:
+        """The end of step 3: each head gets the weights of its best ridge."""
+        sums = [Sums(fit.weights[..., 0].numel(), fit.weights.device) for _, fit in fits]
+        for batch in self._batches(self._data.val_dataloader()) if fits else ():
+            for (stack, fit), of_fit in zip(fits, sums, strict=True):
+                label = of_timing(batch, stack.shape.timing).acceptance_prob
+                logit = fit.weights.flatten(0, 1) @ stack.design(*self._inputs(stack, batch)).T
+                targets = self._targets(stack, batch)
+                of_fit.update(observe(logit, label[None], (targets.accepted + targets.rejected)[None]))
+        for (stack, fit), of_fit in zip(fits, sums, strict=True):
+            histogram = of_fit.compute()
+            shifts = self._shift(stack).repeat_interleave(len(RIDGES))
+            temperature = fit_temperature(histogram, shifts)
+            kl = measures(histogram, 1 / temperature, shifts / temperature).kl
+            best = kl.view(-1, len(RIDGES)).argmin(-1)
+            stack.set_linear_weights(fit.weights[torch.arange(len(best)), best])
+
+    def _curvature(self, stack: HeadStack) -> tuple[Float[Tensor, "heads column"], Tensor | None]:
+        """w_0 of a fit, and the curvature there unless the matrix would be too large."""
+        start = stack.linear_weights()
+        if start.shape[-1] > MAX_CURVATURE_COLUMNS:
+            return start, None
+        curvature = Curvature(start)
+        for batch in self._batches(self._data.first_tokens(CURVATURE_TOKENS)):
+            for columns, targets in self._chunks(stack, batch):
+                curvature.observe(columns, targets)
+        return start, curvature.compute(self._reduce)
+
+    def _chunks(self, stack: HeadStack, batch: Batch) -> Iterator[tuple[Float[Tensor, "tokens column"], Targets]]:
+        """Columns and targets of some tokens of a batch at a time."""
+        hidden, scalars, embedding = self._inputs(stack, batch)
+        targets = self._targets(stack, batch)
+        for first in range(0, len(hidden), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            optional = (None if values is None else values[part] for values in (scalars, embedding))
+            yield stack.design(hidden[part], *optional), targets.at(part)
+
+
+def _columns_of(stack: HeadStack) -> tuple[str, Inputs]:
+    """What decides means and deviations."""
+    return FEATURE_SETS[stack.shape.timing], stack.shape.inputs
