@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from decode.policies.base import Policy
 from evaluation.competitor import Arm, Competitor, bounds, label_of
 from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
@@ -45,6 +48,8 @@ class Result:
     """What this setting did on test; None if it was only clocked."""
     arm: Arm | None = None
     """All settings of the competitor."""
+    times: Times | None = None
+    """Of which `throughput` is; None if it was clocked."""
 
     @property
     def family(self) -> str:
@@ -69,7 +74,22 @@ class Result:
         return float(self.throughput.tokens_per_s)
 
     def over(self, base: "Result") -> Gain:
-        return gain_over(base.throughput, self.throughput)
+        """The gain over another result, with the error of the times in its interval."""
+        return gain_over(base.throughput, self.throughput).widened(self._times_error(base))
+
+    def _times_error(self, base: "Result") -> float:
+        """Standard deviation of the gain over the errors of the times, which both results share."""
+        if not len(self.sampled_s) or not len(base.sampled_s):
+            return 0.0
+        tokens = self.throughput.tokens.sum() / base.throughput.tokens.sum()
+        return float(tokens * np.std(base.sampled_s / self.sampled_s))
+
+    @cached_property
+    def sampled_s(self) -> Float[np.ndarray, " sample"]:
+        """Seconds of all prompts at each of the `Times.samples`."""
+        if self.times is None or self.played is None:
+            return np.empty(0)
+        return np.array([times.time_s(self.played).sum() for times in self.times.samples])
 
     def percent_of(self, bound: "Result | None") -> float:
         """Throughput in per cent of a bound's; NaN where the trace does not know the bound."""
@@ -199,7 +219,13 @@ def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = Non
     played = arm.test.select([number])
     throughput = times.throughput(played).at(0)
     return Result(
-        competitor=arm.competitor, number=number, on_dev=on_dev, throughput=throughput, played=played, arm=arm
+        competitor=arm.competitor,
+        number=number,
+        on_dev=on_dev,
+        throughput=throughput,
+        played=played,
+        arm=arm,
+        times=times,
     )
 
 

@@ -6,7 +6,7 @@ are drawn together.
 
     gain = (tokens / seconds of one) / (tokens / seconds of the base) - 1
 
-Both settings were fixed on dev, and times are taken as they are: titles of tables name their errors.
+Both settings were fixed on dev. `Gain.widened` adds the error of measured times to the interval (law 4.9).
 
 The interval is BCa's, widened for few prompts; of fewer than `MIN_PROMPTS` there is none. tests/evaluation/coverage.py
 prints how often intervals hold the true gain.
@@ -15,7 +15,7 @@ prints how often intervals hold the true gain.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, sqrt
+from math import ceil, hypot, sqrt
 from statistics import median
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,6 +25,8 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 Kept = TypeVar("Kept")
 NUM_RESAMPLES = 2000
+_NORMAL = 1.96
+"""Standard errors on either side of a value that hold 95 %."""
 MIN_PROMPTS = 10
 """With fewer prompts there is no interval, and nothing is claimed."""
 MOST_PROMPTS = 10_000
@@ -67,6 +69,26 @@ class Gain(NamedTuple):
     high: float | None
     standard_error: float | None
     """Of all prompts together; None for a single prompt, which cannot be resampled."""
+    times_error: float = 0.0
+    """Standard error that measured times add, which no further prompts reduce; the interval includes it."""
+
+    def widened(self, times_error: float) -> "Gain":
+        """This gain of exact times, at times that are known to this standard error of the gain."""
+        if self.low is None or self.high is None:
+            return self._replace(times_error=times_error)
+        reach = _NORMAL * times_error
+        low = self.value - hypot(self.value - self.low, reach)
+        high = self.value + hypot(self.high - self.value, reach)
+        return self._replace(low=low, high=high, times_error=times_error)
+
+    @property
+    def is_blurred_by_times(self) -> bool:
+        """Whether the interval includes 0, and would not if times were exact."""
+        if self.low is None or self.high is None or not self.low <= 0 <= self.high:
+            return False
+        reach = self.value - self.low if self.value > 0 else self.high - self.value
+        of_prompts = sqrt(max(0.0, reach**2 - (_NORMAL * self.times_error) ** 2))
+        return of_prompts < abs(self.value)
 
     @property
     def is_above_noise(self) -> bool:
@@ -83,7 +105,7 @@ class Gain(NamedTuple):
         low = None if self.low is None else base * (1 + self.low)
         high = None if self.high is None else base * (1 + self.high)
         error = None if self.standard_error is None else base * self.standard_error
-        return Gain(base * (1 + self.value), low, high, error)
+        return Gain(base * (1 + self.value), low, high, error, base * self.times_error)
 
     @property
     def text(self) -> str:

@@ -15,6 +15,8 @@ Measured times have errors, relative to the pace of the machine: a factor that a
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import hypot
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,10 @@ LARGEST_ERROR = 0.1
 """Times with a larger relative error are measured again: an error of a tenth of a draft step moves a gain by up to five
 points, more than policies differ by.
 """
+
+
+_NUM_SAMPLES = 100
+"""Draws of the errors of times."""
 
 
 class StopShares(NamedTuple):
@@ -134,8 +140,14 @@ class Times:
         settings = {"measured": "On this machine", "ratio": "On other hardware", RECORDED: "At the times of the record"}
         given = "At the times given"
         setting = next((words for origin, words in settings.items() if self.origin.startswith(origin)), given)
+        return f"{setting}, where a target forward costs {self._ratio_text}"
+
+    @property
+    def _ratio_text(self) -> str:
+        error = hypot(self.errors.drafting, *self.errors.verifying[:1])
+        uncertainty = f" (± {error:.1%})" if error else ""
         free = " however many tokens it verifies" if self.is_flat else ""
-        return f"{setting}, where a target forward costs {self.ratio:.1f} draft forwards{free}"
+        return f"{self.ratio:.1f}{uncertainty} draft forwards{free}"
 
     @property
     def caveat(self) -> str:
@@ -193,6 +205,15 @@ class Times:
     def tokens_per_s(self, replayed: Played) -> Float[Array, " setting"]:
         """Throughput of every setting, all prompts together."""
         return replayed.counts.num_emitted.sum(-1) / self.time_s(replayed).sum(-1)
+
+    @cached_property
+    def samples(self) -> "list[Times]":
+        """These times at random errors, always the same ones; none where times have no errors."""
+        errors = self.errors
+        if not any((errors.drafting, *errors.verifying, *errors.stopping.values())):
+            return []
+        generator = np.random.default_rng(0)
+        return [self.sampled(generator) for _ in range(_NUM_SAMPLES)]
 
     def sampled(self, generator: np.random.Generator) -> "Times":
         """These times with errors drawn from their distributions; stops stay at least 0."""

@@ -103,7 +103,9 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
         low = high = None
         if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
             pair = at.throughput(plain.played).at(of_plain), at.throughput(best.played).at(of_best)
-            _, low, high, _ = gain_over(*pair)
+            interval = gain_over(*pair)
+            low = interval.low
+            high = interval.high
         names = name_of(plain.result(of_plain)), name_of(best.result(of_best))
         is_here = draft_ratio == measured_ratio
         rows.append((draft_ratio, micro_ratio, is_here, speed / plain_speed - 1, low, high, *names))

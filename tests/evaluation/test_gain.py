@@ -28,12 +28,12 @@ def test_the_interval_is_that_of_scipys_bootstrap_widened_for_few_prompts(num):
     effective = 1 / (weights**2).sum()
     factor = t.ppf(0.975, effective - 1) / norm.ppf(0.975) * np.sqrt(effective / (effective - 1))
     low, high = (gain.value + factor * (end - gain.value) for end in reference.confidence_interval)
-    assert gain[1:] == pytest.approx((low, high, reference.standard_error), rel=1e-9)
+    assert gain[1:4] == pytest.approx((low, high, reference.standard_error), rel=1e-9)
     for faster in (1.0, 1.25):  # every prompt gains alike
         tokens = np.arange(7, 7 + num)
         seconds = tokens**1.5
         gain = gain_over(Throughput(tokens, seconds), Throughput(tokens, seconds / faster))
-        assert gain == pytest.approx((faster - 1, faster - 1, faster - 1, 0.0), abs=1e-12)
+        assert gain == pytest.approx((faster - 1, faster - 1, faster - 1, 0.0, 0.0), abs=1e-12)
 
 
 @pytest.mark.parametrize("num", [1, 2, MIN_PROMPTS - 1])

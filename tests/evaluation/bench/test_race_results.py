@@ -76,5 +76,5 @@ def test_two_datasets_have_a_mean_over_transfer_sets_whose_error_is_smaller_than
     gain, names = "+300.0% (+300.0%, +300.0%)", ("stories, greedy", "news, greedy", f"{MEAN}, greedy")
     assert tables["over target alone"].rows == [{"policy": "best fixed length"} | dict.fromkeys(names, gain)]
     gains = [Gain(0.1, 0.04, 0.2, 0.03), Gain(0.3, 0.22, 0.4, 0.04)]
-    assert mean_gain(gains) == pytest.approx((0.2, 0.15, 0.2 + 0.05 * 2**0.5, 0.025))
-    assert mean_gain([*gains, Gain(0.5, None, None, None)]) == (pytest.approx(0.3), None, None, None)
+    assert mean_gain(gains)[:4] == pytest.approx((0.2, 0.15, 0.2 + 0.05 * 2**0.5, 0.025))
+    assert mean_gain([*gains, Gain(0.5, None, None, None)])[:4] == (pytest.approx(0.3), None, None, None)

@@ -1,16 +1,22 @@
 """Settings are chosen on dev and reported on test, beside bounds, with paired intervals."""
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from decode.policies.registry import LOGISTIC, POLICIES
 from evaluation.competitor import competitors_of
-from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset
-from evaluation.times import Times
+from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
+from evaluation.gain import Gain
+from evaluation.times import TimeErrors, Times
 from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
+from tests.evaluation.contest.conftest import CURVE
 
 COST = Times.constant(0.2, 1.0)
 
@@ -104,3 +110,55 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix
     assert names == [f"auto_{timing}", f"auto_{timing}_online"]
     counts = arms["head:prefix"].test.counts
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0, "for the token that it does without"
+
+
+ERRORS = {
+    "drafting": TimeErrors(0.04, (0.0,) * 6),
+    "verifying": TimeErrors(0.0, (0.05,) * 6),
+    "stopping": TimeErrors(0.0, (), {"token_prob": 0.02}),
+}
+
+
+@pytest.mark.parametrize("errors", ERRORS.values(), ids=ERRORS)
+def test_an_interval_includes_the_error_of_the_times_of_both_policies(replays, errors):
+    """The error of a gain is the root of the sum of squares of what each time's error moves it by."""
+    exact, unsure = hold(replays, CURVE), hold(replays, replace(CURVE, errors=errors))
+    moves = [
+        replace(CURVE, t_draft_s=CURVE.t_draft_s * (1 + errors.drafting)),
+        replace(CURVE, t_stop_s={"token_prob": 0.01 + CURVE.t_draft_s * errors.stopping.get("token_prob", 0.0)}),
+    ]
+    for k, error in enumerate(errors.verifying):
+        target_s = np.array(CURVE.t_target_s)
+        target_s[k] *= 1 + error
+        moves.append(replace(CURVE, t_target_s=tuple(target_s)))
+    for name in ("fixed_length", "cumulative_token_prob", "entropy"):
+        before, after = exact.gain(name), unsure.gain(name)
+        moved = [
+            result_of(exact.results[name].arm, exact.results[name].number, times).over(
+                result_of(exact.baseline.arm, exact.baseline.number, times)
+            )
+            for times in moves
+        ]
+        expected = math.hypot(*(gain.value - before.value for gain in moved))
+        assert after.times_error == pytest.approx(expected, rel=0.25, abs=1e-9)
+        assert (before.value, before.times_error) == (after.value, 0)
+        if before.low is not None:
+            assert after.high - after.value == pytest.approx(
+                math.hypot(before.high - before.value, 1.96 * after.times_error)
+            )
+    assert unsure.gain("cumulative_token_prob").times_error > 0
+
+
+def test_nothing_is_claimed_where_the_error_of_the_times_decides():
+    sure = Gain(0.05, 0.01, 0.09, 0.02)
+    for gain, error, is_above, is_blurred in (
+        (sure, 0.0, True, False),
+        (sure, 0.01, True, False),
+        (sure, 0.03, False, True),
+        (Gain(0.05, -0.01, 0.11, 0.03), 0.03, False, False),  # more prompts are needed as well
+        (Gain(-0.05, -0.09, -0.01, 0.02), 0.03, False, True),
+        (Gain(0.05, None, None, 0.02), 0.03, False, False),
+    ):
+        widened = gain.widened(error)
+        assert (widened.is_above_noise, widened.is_blurred_by_times) == (is_above, is_blurred)
+        assert (widened.standard_error, widened.times_error) == (gain.standard_error, error)

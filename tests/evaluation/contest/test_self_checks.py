@@ -73,7 +73,7 @@ def test_a_policy_of_position_alone_and_another_arm_of_the_lengths_are_the_best_
         gain = results[family].over(results["fixed_length"])
         assert (gain.value, gain.low, gain.high) == pytest.approx((0, 0, 0), abs=1e-9), family
     assert results["again"].setting == results["fixed_length"].setting
-    assert tuple(results["again"].over(results["fixed_length"])) == (0, 0, 0, 0)
+    assert set(results["again"].over(results["fixed_length"])) == {0}
 
 
 def tuned_on(traces, heads, cost):

@@ -206,7 +206,7 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
 def test_the_table_the_picture_and_the_record_have_the_same_figures():
     contest = contest_at(SPEEDS)
     head, table = stages_of(contest)[2], stage_table(contest)
-    speed, low, high, _ = head["tokens_per_s"]
+    speed, low, high, *_ = head["tokens_per_s"]
     figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head["gain"].words, head["added"].words]
     assert table.cells[3] == ["best head, drawn-time\nwhat a head learned", *figures]
     assert [row["tokens/s"] for row in table.rows[:2]] == ["50.0", "100"]
