@@ -12,14 +12,23 @@ from configs.hints import meant
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
-from data_gen.pipeline.stages import Stage, forget_stages, is_done, refuse_other_prompts, settled, shards_of, stages_of
+from data_gen.pipeline.stages import (
+    Stage,
+    forget_short,
+    forget_stages,
+    is_done,
+    refuse_other_prompts,
+    settled,
+    shards_of,
+    stages_of,
+)
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
-from data_gen.prompts.sets import SPLITS, unreadable
+from data_gen.prompts.sets import SPLITS, split_by, unreadable
 from data_gen.prompts.templates import TEMPLATES, show_first
 from data_gen.responses.exchange import ShardSpec
 from data_gen.responses.top_logprobs import num_logprobs_of
-from data_gen.store.manifest import make_manifest, settle
+from data_gen.store.manifest import make_manifest, read_manifest, refuse_different, settle
 from data_gen.store.rows import account
 from lm import Sampling, load_pair_tokenizer
 from lm.features.released import released_layout_of
@@ -76,6 +85,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
     tokenizer = load_pair_tokenizer(pair)
     manifest = make_manifest(pair, data, tokenizer=tokenizer, split=sizes)
+    manifest["split_by"] = split_by(data)
     check_lengths(pair, data)  # before the manifest is written, which the remedy would change
     show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
     specs = share.of(all_specs)
@@ -83,8 +93,11 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     with ExitStack() as work:
         with share.first_turn(data, work):  # other processes wait here, so slow work (prompts, hashes) is done before
             clean_partial(data.dir, names=("manifest", "errors"))
+            if (Path(data.dir) / "manifest.json").is_file():
+                refuse_different(read_manifest(data.dir), manifest, data.dir)
+            refuse_other_prompts(all_specs, data)  # before the manifest says how these prompts are split
             settle(data.dir, manifest)
-        refuse_other_prompts(specs, data)
+        forget_short(specs, data)
         if not share.is_whole:
             print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
         forget_broken(path for path in shards_in(data.dir) if path.stem in names)

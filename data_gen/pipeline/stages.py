@@ -116,21 +116,34 @@ def cut_shards(split: str, prompts: Sequence[Prompt], size: int) -> list[ShardSp
 
 
 def refuse_other_prompts(specs: Iterable[ShardSpec], data: DataConfig) -> None:
-    """Forget short shards that have grown; ValueError if a shard was made from other prompts."""
+    """Raise ValueError if a shard was made from other prompts."""
     for spec in specs:
-        path = shard_path(data.dir, "rows", spec.split, spec.index)
-        for file in (path, stage_path(spec, data, "respond")):
-            made = read_sidecar(file, keys=("prompts",))["prompts"] if sidecar_path(file).is_file() else spec.digests
-            num = min(len(made), len(spec.digests))
-            if made[:num] != spec.digests[:num]:
-                sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
-                raise ValueError(
-                    f"{spec.name} of {data.dir} was made from other prompts than {sources} has now; restore the "
-                    f"earlier prompts, choose another data.dir, or delete {data.dir} to start over"
-                )
-            if num < len(spec.digests):
-                sidecar_path(path).unlink(missing_ok=True)
-                forget_stages([spec], data)
+        made = _made_from(spec, data)
+        num = min(len(made), len(spec.digests))
+        if made[:num] != spec.digests[:num]:
+            sources = ", ".join(str(Path(source.path)) for source in data.prompt_sources)
+            raise ValueError(
+                f"{spec.name} of {data.dir} was made from other prompts than {sources} has now; restore the earlier "
+                f"prompts and add new ones only after the last, choose another data.dir, or delete {data.dir} to start "
+                "over"
+            )
+
+
+def forget_short(specs: Iterable[ShardSpec], data: DataConfig) -> None:
+    """Forget short shards that have grown, so that they are made again."""
+    for spec in specs:
+        if len(_made_from(spec, data)) < len(spec.digests):
+            sidecar_path(shard_path(data.dir, "rows", spec.split, spec.index)).unlink(missing_ok=True)
+            forget_stages([spec], data)
+
+
+def _made_from(spec: ShardSpec, data: DataConfig) -> list[str]:
+    """Digests of the prompts that a shard was made from, or only its responses; those of `spec` if there is none."""
+    made = spec.digests
+    for file in (stage_path(spec, data, "respond"), shard_path(data.dir, "rows", spec.split, spec.index)):
+        if sidecar_path(file).is_file():
+            made = read_sidecar(file, keys=("prompts",))["prompts"]
+    return made
 
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:

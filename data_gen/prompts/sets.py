@@ -3,7 +3,8 @@ proportion to weights.
 
 Prompts are ordered by sha256(seed / content); the first part is test, then dev, then train, in the proportions of
 `split_weights`, and a run takes the first `num_*` of each. So a larger run contains the smaller one, and neither sizes,
-file order nor ids move a prompt from one split to another.
+file order nor ids move a prompt from one split to another. Prompts that are added to a set after the first run in a
+directory move none either (`data_gen.prompts.growth`).
 
 JSON is read in `data_gen.prompts.prompt`, since `datasets` refuses a whole file for one malformed record.
 """
@@ -17,10 +18,10 @@ from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.files import Record, json_records, table_records
+from data_gen.prompts.growth import FirstSplit, first_split, hash_of, limits_between, split_within
 from data_gen.prompts.listed import check_listed, listed_splits
 from data_gen.prompts.prompt import Prompt, prompts_of, say_once, without_replaced
 from data_gen.prompts.stories import stories
-from lm.draws import seed_of
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -179,31 +180,80 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
     if _is_generated(source):
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    prompt_set, own_test = set_of(source), list[Prompt]()
-    if prompt_set.test_split is not None:  # a fixed test part is not split
-        own_test = without_duplicates(in_hash_order(load(prompt_set, prompt_set.test_split), config.seed))
-        if split == "test":
-            return own_test
+    prompt_set, first = set_of(source), first_split(config, set_name(source.path), source)
+    own_test = _own_test(prompt_set, config.seed, first)
+    if split == "test" and prompt_set.test_split is not None:
+        return own_test
     prompts = load(prompt_set)
-    splits = split_by_id(
-        without_duplicates(prompts, own_test) if own_test else prompts,
-        weights=prompt_set.shares or config.split_weights or WEIGHTS,
-        seed=config.seed,
-        split_ids=config.split_ids,
-    )
+    splits = _splits(prompts, own_test, prompt_set, config, first=first)
     if repeats := len(prompts) - sum(map(len, splits.values())):
         say_once(f"{source.path}: {repeats} of {len(prompts)} prompts are duplicates and are left out")
     return splits[split]
 
 
+def _own_test(prompt_set: PromptSet, seed: int, first: FirstSplit | None) -> list[Prompt]:
+    """The prompts of a fixed test part, which is not split."""
+    if prompt_set.test_split is None:
+        return []
+    part = load(prompt_set, prompt_set.test_split)
+    num_first = len(part) if first is None else first["num_first_test"]
+    return without_duplicates([*in_hash_order(part[:num_first], seed), *part[num_first:]])
+
+
+def _splits(
+    prompts: Sequence[Prompt],
+    own_test: Sequence[Prompt],
+    prompt_set: PromptSet,
+    config: DataConfig,
+    *,
+    first: FirstSplit | None = None,
+) -> dict[Split, list[Prompt]]:
+    num_first = len(prompts) if first is None else first["num_first"]
+    earlier, added = prompts[:num_first], prompts[num_first:]
+    return split_by_id(
+        without_duplicates(earlier, own_test) if own_test else earlier,
+        weights=prompt_set.shares or config.split_weights or WEIGHTS,
+        seed=config.seed,
+        split_ids=config.split_ids,
+        added=without_duplicates(added, [*own_test, *earlier]),
+        first=first,
+    )
+
+
+def split_by(config: DataConfig) -> dict[str, FirstSplit]:
+    """The manifest's entry of that name: how the first run in data.dir splits each set that is not generated."""
+    entries: dict[str, FirstSplit] = {}
+    for name, source in sources_of(config).items():
+        if _is_generated(source):
+            continue
+        entry = first_split(config, name, source)
+        if entry is None:
+            prompt_set = set_of(source)
+            prompts = load(prompt_set)
+            splits = _splits(prompts, _own_test(prompt_set, config.seed, None), prompt_set, config)
+            num_first_test = 0 if prompt_set.test_split is None else len(load(prompt_set, prompt_set.test_split))
+            entry = {"path": source.path, "num_first": len(prompts), "num_first_test": num_first_test}
+            if config.split_ids is None:
+                weights = prompt_set.shares or config.split_weights or WEIGHTS
+                entry |= limits_between(*map(splits.__getitem__, SPLITS), weights=weights, seed=config.seed)
+        entries[name] = entry
+    return entries
+
+
 def split_by_id(
-    prompts: Iterable[Prompt], *, weights: tuple[int, int, int], seed: int, split_ids: str | None = None
+    prompts: Iterable[Prompt],
+    *,
+    weights: tuple[int, int, int],
+    seed: int,
+    split_ids: str | None = None,
+    added: Sequence[Prompt] = (),
+    first: FirstSplit | None = None,
 ) -> dict[Split, list[Prompt]]:
     """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the file
-    `split_ids`. Of duplicates one is kept, in test before dev before train. ValueError: no share, or a file of another
-    form.
+    `split_ids`. Of duplicates one is kept, in test before dev before train. Prompts that were `added` since the `first`
+    run follow in their own order. ValueError: no share, or a file of another form.
     """
-    in_order = in_hash_order(prompts, seed)
+    in_order = [*in_hash_order(prompts, seed), *added]
     if split_ids is not None:
         listed = listed_splits(split_ids, SPLITS)  # other ids are train
         parts = {split: [p for p in in_order if listed.get(p.id, "train") == split] for split in SPLITS}
@@ -213,6 +263,11 @@ def split_by_id(
     if sum(weights) == 0:
         raise ValueError(f"data.split_weights is {list(weights)}; give train, dev or test a share above 0")
     in_order = without_duplicates(in_order)
+    if first is not None:
+        splits: dict[Split, list[Prompt]] = {split: [] for split in SPLITS}
+        for prompt in in_order:
+            splits[split_within(prompt, first, seed)].append(prompt)
+        return splits
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
     test, dev, train = in_order[:num_test], in_order[num_test:][:num_dev], in_order[num_test + num_dev :]
     return {"train": train, "dev": dev, "test": test}
@@ -220,7 +275,7 @@ def split_by_id(
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
     """The prompts by the hash of seed and content: a shuffle that other prompts do not change."""
-    return sorted(prompts, key=lambda prompt: (seed_of(seed, "split", ascii(prompt.content)), prompt.id))
+    return sorted(prompts, key=lambda prompt: (hash_of(prompt, seed), prompt.id))
 
 
 def without_duplicates(prompts: Iterable[Prompt], earlier: Iterable[Prompt] = ()) -> list[Prompt]:

@@ -129,7 +129,7 @@ _UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """Settings that the responses of a server depend on."""
 _OBJECTS = ("target", "draft", "sampling", "split", "versions", "recorded")
-_GROWING = ("split", "responses")
+_GROWING = ("split", "split_by", "responses")
 """Entries that a later run may enlarge."""
 _REUSE = " (`acceptance-heads responses` exports the existing responses for reuse)"
 
@@ -217,6 +217,8 @@ def settle(directory: str | Path, manifest: Manifest, *, setting: str = "data.di
     on_disk = read_manifest(directory)
     refuse_different(on_disk, manifest, directory, setting=setting)
     grown = {"responses": manifest["responses"]} if manifest.get("responses") else {}
+    if manifest.get("split_by"):
+        grown["split_by"] = manifest["split_by"] | on_disk.get("split_by", {})
     if "split" in manifest:
         parts = manifest["split"].items()
         larger = {name: part for name, part in parts if num_prompts(on_disk, name) <= part["prompts"]}

@@ -60,8 +60,8 @@ def test_responses_of_a_short_shard_are_made_again_too(toy_config, apart_run):
 
 def test_other_prompts_do_not_join_the_data(toy_config, tmp_path):
     path = Path(shutil.copy(toy_config.data.prompts, tmp_path))
-    config = with_data(toy_config, prompts=str(path))
-    make(with_data(config, num_train=4))
+    config = with_data(toy_config, prompts=str(path), num_train=4)
+    make(config)
     path.write_text(path.read_text().replace("Say it", "Write it"))
     with pytest.raises(ValueError, match=r"train-00000 of .* was made from other prompts than .* restore the earlier"):
         make(config)

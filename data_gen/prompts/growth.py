@@ -1,0 +1,70 @@
+"""Splits that stay when a set of prompts grows.
+
+The first run in a directory writes into its manifest, as `split_by`, how it split each set:
+
+    path                    the set
+    num_first               number of its prompts; num_first_test: of its test part
+    dev_from, train_from    a later prompt is in test if its hash is below dev_from, in dev if it is below train_from,
+                            else in train; absent if data.split_ids lists the splits
+
+Each limit lies between the hashes of the first prompts of two splits, as close to the requested share of all hashes as
+these allow. Within a split, later prompts come after the first ones in the order of the set, so shards of the first
+prompts keep their content.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.schema import DataConfig, PromptSource
+from data_gen.prompts.prompt import Prompt
+from lm.draws import seed_of
+from store.json_files import read_json
+
+FirstSplit = Mapping[str, Any]
+"""The entry of one set."""
+_NUM_HASHES = 2**63
+
+
+def hash_of(prompt: Prompt, seed: int) -> int:
+    """The hash of seed and content by which a prompt is split."""
+    return seed_of(seed, "split", ascii(prompt.content))
+
+
+def first_split(config: DataConfig, name: str, source: PromptSource) -> FirstSplit | None:
+    """How the first run in data.dir split a set; None if there was none, or if it split by other shares or seed."""
+    path = Path(config.dir) / "manifest.json"
+    if not path.is_file():
+        return None
+    manifest = read_json(path, remedy=f"restore the original, or delete {config.dir} to start over")
+    first = manifest.get("split_by", {}).get(name)
+    weights = None if config.split_weights is None else list(config.split_weights)
+    in_run = (source.path, config.seed, weights)
+    if first is None or (first["path"], manifest.get("seed"), manifest.get("split_weights")) != in_run:
+        return None
+    return first if "dev_from" in first or config.split_ids is not None else None
+
+
+def limits_between(*parts: Sequence[Prompt], weights: tuple[int, int, int], seed: int) -> dict[str, int]:
+    """dev_from and train_from, from the first prompts of train, dev and test and the shares of these three."""
+    train, dev, test = ([hash_of(prompt, seed) for prompt in part] for part in parts)
+    share_of_test = weights[2] / sum(weights)
+    share_held_out = (weights[1] + weights[2]) / sum(weights)
+    return {
+        "dev_from": _limit(test, [*dev, *train], share_of_test),
+        "train_from": _limit([*test, *dev], train, share_held_out),
+    }
+
+
+def split_within(prompt: Prompt, first: FirstSplit, seed: int) -> Literal["train", "dev", "test"]:
+    """The split of a prompt by the limits of the first run."""
+    value = hash_of(prompt, seed)
+    if value < first["dev_from"]:
+        return "test"
+    return "dev" if value < first["train_from"] else "train"
+
+
+def _limit(below: Sequence[int], above: Sequence[int], share: float) -> int:
+    lowest = max(below, default=-1) + 1
+    highest = min(above, default=_NUM_HASHES)
+    return min(max(int(share * _NUM_HASHES), lowest), highest)
