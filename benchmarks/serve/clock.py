@@ -7,7 +7,9 @@ the same prompts, with EOS ignored. HEAD is a drawn-time head after `acceptance-
 
 Engines use one thread. Speeds are per CPU second of the engine's process, which other work on the machine does not
 affect; wall-clock ratios are reported too. After each turn one JSON document reports all turns: tokens per second of
-every arm and concurrency, and the ratio to the best fixed length with a 90 % interval (by resampling turns).
+every arm and concurrency, and the gain over the best fixed length with its 95 % interval (t with n - 1 degrees of
+freedom, of the logarithms of the turns' ratios; null after one turn). The best fixed length is that of the same turns,
+which no interval includes.
 """
 
 import json
@@ -24,6 +26,7 @@ from transformers import AutoTokenizer
 from benchmarks.serve.loop import TRIO, EngineProcess, pair_of_the_trio, requests_of
 from configs import ModelSource
 from configs.command import run
+from evaluation.gain import gain_of_turns
 from evaluation.turns import in_turns
 from lm import load_model
 
@@ -121,21 +124,23 @@ def prompts_for(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dic
 def cell(size: int, results: Turns) -> dict[str, Any]:
     """The arms at one concurrency. In a turn every arm generates equally many tokens, so ratios of seconds suffice."""
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
-    best, rows, random = max(fixed, key=lambda arm: speed(results[size, arm])), {}, np.random.default_rng(0)
+    best = max(fixed, key=lambda arm: speed(results[size, arm]))
+    base_turns, rows = results[size, best], {}
     for arm in (ALONE, *ARMS):
-        pairs = list(zip(results[size, best], results[size, arm], strict=True))
-        seconds = np.array([[turn["cpu_seconds"] for turn in pair] for pair in pairs])
-        resampled = seconds[random.integers(len(pairs), size=(2000, len(pairs)))].sum(1)
-        low, high = np.quantile(resampled[:, 0] / resampled[:, 1], (0.05, 0.95)).tolist()
-        gain = speed(results[size, arm]) / speed(results[size, best])
-        on_the_wall = sum(base["seconds"] for base, _ in pairs) / sum(turn["seconds"] for _, turn in pairs)
+        turns = results[size, arm]
+        gain = gain_of_turns(_each(base_turns, "cpu_seconds"), _each(turns, "cpu_seconds"))
+        on_the_wall = gain_of_turns(_each(base_turns, "seconds"), _each(turns, "seconds"))
         rows[arm] = {
-            "tokens_per_s": round(speed(results[size, arm]), 1),
-            "over_best_fixed": [round(value, 3) for value in (gain, low, high)],
-            "on_the_wall": round(on_the_wall, 3),
-            "mean_draft_length": round(float(np.mean([mean_draft_length(turn) for _, turn in pairs])), 2),
+            "tokens_per_s": round(speed(turns), 1),
+            "over_best_fixed": gain._asdict(),
+            "on_the_wall": on_the_wall._asdict(),
+            "mean_draft_length": round(float(np.mean([mean_draft_length(turn) for turn in turns])), 2),
         }
-    return {"concurrency": size, "best_fixed": best, "arms": rows}
+    return {"concurrency": size, "best_fixed": best, "level": 0.95, "arms": rows}
+
+
+def _each(turns: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [turn[name] for turn in turns]
 
 
 def mean_draft_length(turn: Mapping[str, Any]) -> float:

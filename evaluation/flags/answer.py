@@ -11,7 +11,7 @@ from evaluation.competitor import Competitor, competitors_of, label_of, make_com
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
 from evaluation.flags.engines import Drafting, Engine
-from evaluation.gain import Gain, Splits, shortage
+from evaluation.gain import MIN_PROMPTS, Gain, Splits, shortage
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -28,13 +28,19 @@ _BASES = {NONE: NONE, DEFAULT: "the default", FIXED: f"the {FIXED}"}
 """Choices that gains are measured from, as sentences name them."""
 
 
+def is_same(one: Result, other: Result) -> bool:
+    """Whether two choices draft alike with the same setting."""
+    return (one.competitor.name, one.setting) == (other.competitor.name, other.setting)
+
+
 class Answer:
     """One engine at one set of times.
 
     Attributes:
         alone: times without speculation.
         speculating: times with it: what each round pays beyond its draft is part of t_target(k).
-        choices: name -> result; a competitor's name says how the engine drafts, or names our policy.
+        choices: name -> result; a competitor's name says how the engine drafts, or names our policy. The best fixed
+            length is that of all ways of drafting.
         flags: the engine at its best setting, or without speculation where that is faster.
         drafting: how it drafts at its best setting; None where no speculation is faster.
         line: to paste.
@@ -47,12 +53,13 @@ class Answer:
         self.speculating = replace(times, t_target_s=tuple(seconds + extra_s for seconds in times.t_target_s))
         default, self._default = next(iter(traces.items()))
         longest = self._default.dev.max_draft_length
-        rules = [make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})]
-        if engine.default is not None:
-            rules.insert(0, engine.competitor(DEFAULT, longest, engine.default))
         alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
         self.choices = fastest_on_dev(alone, times)
-        self.choices |= fastest_on_dev((self.arm(rule, default) for rule in rules), self.speculating)
+        if engine.default is not None:
+            rule = engine.competitor(DEFAULT, longest, engine.default)
+            self.choices |= fastest_on_dev([self.arm(rule, default)], self.speculating)
+        lengths = make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})
+        self.choices |= fastest_on_dev((self.arm(lengths, drafting) for drafting in traces), self.speculating)
         arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
         self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
         self.flags = self.choices[FLAGS]
@@ -109,13 +116,17 @@ class Answer:
         """A row per choice, with its predicted gains."""
         rows = []
         for name, choice in self.choices.items():
-            gains = {f"over {base}": gain.text * (base != name) for base, gain in self.gains(choice).items()}
+            gains = {
+                f"over {base}": "" if is_same(choice, self.choices[base]) else gain.text
+                for base, gain in self.gains(choice).items()
+            }
             setting = "; ".join(filter(None, (label_of("", choice.setting), choice.competitor.name)))
             rows.append({"what": name, "setting": setting, "tokens/s": f"{choice.tokens_per_s:.1f}", **gains})
         note = (
             "gain: predicted from counts and times (law 4.9) on test, with its 95 % interval (paired bootstrap of test "
-            f"prompts). Rows of ours need our loop or plugin. The rule is that of {self.engine.name} "
-            f"{self.engine.version}. These flags are {self.short_of_hindsight:.1%} slower than the best setting on test"
+            f"prompts, from {MIN_PROMPTS} on). Rows of ours need our loop or plugin. The rule is that of "
+            f"{self.engine.name} {self.engine.version}. These flags are {self.short_of_hindsight:.1%} slower than the "
+            "best setting on test"
         )
         return Table(f"{self.engine.name}: settings chosen on dev; {self.alone.title}", rows, note, names=2)
 
@@ -125,7 +136,11 @@ class Answer:
         if self.drafting is None:
             yield f"{where}: do not speculate. No setting of {name} is predicted to be faster than the target on dev."
         else:
-            listed = ", ".join(f"{gain.words} over {_BASES[base]}" for base, gain in self.gains(flags).items())
+            listed = ", ".join(
+                f"{gain.words} over {_BASES[base]}"
+                for base, gain in self.gains(flags).items()
+                if not is_same(flags, self.choices[base])
+            )
             yield f"{where}: {label_of('', flags.setting)}, predicted {listed}.{self._doubt()}"
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:

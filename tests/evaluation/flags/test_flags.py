@@ -1,6 +1,7 @@
 """`flags`: its setting is the fastest that decoding finds, from a trace or from an engine's counters."""
 
 import json
+import re
 from dataclasses import fields, replace
 from itertools import product
 
@@ -105,6 +106,25 @@ def test_gains_are_over_the_default_the_best_fixed_length_and_no_speculation_whi
     assert answer.line == "llama-server -m TARGET.gguf"
     assert "do not speculate" in next(answer.sentences())
     assert answer.flags.over(answer.choices[NONE]).value == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_best_fixed_length_is_that_of_every_way_of_drafting_and_vllm_claims_no_gain_over_it(order):
+    """vLLM's setting is a fixed length. Drawn drafts are accepted more often here than the likeliest tokens."""
+    drawn = trace(Sampling(), draft_sampling=Sampling())
+    likeliest = trace(Sampling(), draft_sampling=Sampling(temperature=0))
+    ways = list(zip(VLLM.draftings, (likeliest, drawn), strict=True))
+    traces = {}
+    for way, whole in (ways[index] for index in order):
+        traces[way] = Splits(whole.select(range(20)), whole.select(range(20, 40)))
+    answer = Answer(VLLM, traces, Times.constant(1.0, 20.0))
+    names = {answer.choices[name].competitor.name for name in (FLAGS, FIXED)}
+    assert names == {VLLM.draftings[1].label}
+    sentence = next(answer.sentences())
+    assert re.search(r"predicted \+[\d.]+ % \([\d.]+, [\d.]+\) over no speculation\.$", sentence)
+    few = {way: Splits(splits.dev, splits.test.select(range(8))) for way, splits in traces.items()}
+    sentence = next(Answer(VLLM, few, Times.constant(1.0, 20.0)).sentences())
+    assert "over no speculation. 8 test prompts are too few for an interval" in sentence
 
 
 SMALL = ("--decode.num_dev", "3", "--decode.num_test", "2", "--decode.max_new_tokens", "24")
