@@ -52,8 +52,9 @@ _COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("p
 _COLUMNS |= {"difference": ("difference", "+.1%")} | {f"of it {part}": (part, "+.1%") for part in _PARTS}
 _COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
 Row = Mapping[str, Any]
-"""A family and its setting, predicted and clocked tokens per second, their difference and its parts, and the predicted
-and the clocked gain over the best fixed length.
+"""A family and its setting, predicted and clocked tokens per second, their difference and its parts, the predicted and
+the clocked gain over the best fixed length, tokens and clocked seconds by prompt, and clocked over predicted seconds of
+drafts and of verifications.
 """
 Report = Mapping[str, Any]
 """Of one dataset: `dataset`, `about`, `verdict`, `common` and `rows`."""
@@ -214,7 +215,7 @@ def report_of(
     if not agrees.any():
         raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
     agreeing, timed = np.asarray(rows)[agrees].tolist(), seconds[:, :, agrees]
-    predicted, clocked, parts = dict[str, Throughput](), dict[str, Throughput](), dict[str, dict[str, float]]()
+    predicted, clocked, parts = dict[str, Throughput](), dict[str, Throughput](), dict[str, dict[str, Any]]()
     for number, runner in enumerate(runners):
         played, name = played_on(runner, agreeing), runner.family
         wall_s = np.median(timed[number, ..., 0], axis=0)
@@ -231,6 +232,8 @@ def report_of(
             **parts[runner.family],
             "predicted_gain": gain_over(predicted[BASELINE], predicted[runner.family]),
             "clocked_gain": gain_over(clocked[BASELINE], clocked[runner.family]),
+            "tokens": clocked[runner.family].tokens.tolist(),
+            "seconds": clocked[runner.family].seconds.tolist(),
         }
         for runner in runners
     ]
@@ -247,10 +250,14 @@ def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -
     return about + left_out * (num_left_out > 0)
 
 
-def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float]:
-    """Clocked less predicted seconds of each part, over all predicted seconds; each part has its share of `wall_s`."""
+def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float | None]:
+    """Clocked less predicted seconds of each part, over all predicted seconds; each part has its share of `wall_s`. And
+    clocked over predicted seconds of drafts, None without any, and of verifications.
+    """
     total_s, lengths = float(times.time_s(played).sum()), played.lengths[0].sum(0)
     verify_s = float(lengths @ times.target_s(np.arange(len(lengths))))
     draft, verify = wall_s * totals_s[1:] / totals_s[0]
     seconds = (draft - (total_s - verify_s), verify - verify_s, wall_s - draft - verify)
-    return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)}
+    draft_pace = float(draft / (total_s - verify_s)) if played.counts.num_drafted.sum() else None
+    paces = {"draft_pace": draft_pace, "verify_pace": float(verify / verify_s)}
+    return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)} | paces

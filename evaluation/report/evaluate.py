@@ -22,6 +22,7 @@ from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
+from evaluation.report.stale import contradiction
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
@@ -137,6 +138,8 @@ def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: i
         contest, test = page.contests[dataset][0], replays.traces.test
         page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
         clock_table(page.clocks[-1]).print()
+        if stale := contradiction(page.clocks[-1], contest):
+            say(f"\n{stale}")
     path = page.directory / "clock.json"
     write_atomic(path, to_json(_clock_in_json(page), indent=1).encode())
     return path

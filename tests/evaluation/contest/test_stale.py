@@ -1,0 +1,78 @@
+"""Where a clock contradicts a prediction, the stale times are named, and the contest by the clock decides."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from decode.policies import CumulativeTokenProb, FixedLength
+from evaluation.clock import Report, report_of
+from evaluation.competitor import Arm, Competitor
+from evaluation.contest import Contest, Result, result_of
+from evaluation.families import ALONE, BASELINE, PRODUCT
+from evaluation.report.stale import by_the_clock, clocked_speed_up, contradiction, stale_times
+from evaluation.times import Times
+from evaluation.traces.replay import replay_settings
+from lm import Sampling
+from tests.toys.small_pair import trace
+
+COST = Times(0.001, (0.005, 0.006, 0.007, 0.008), "measured", {"token_prob": 0.0002})
+POLICIES = {ALONE: FixedLength(0), BASELINE: FixedLength(2), PRODUCT: CumulativeTokenProb(0.3)}
+
+
+@pytest.fixture(scope="module")
+def runners() -> list[Result]:
+    recorded = trace(Sampling(temperature=0.8), copies=3)
+    made = []
+    for name, policy in POLICIES.items():
+        played = replay_settings(recorded, policy)
+        made.append(result_of(Arm(Competitor(name, name, policy, ({},)), played, played), 0, COST, on_dev=1.0))
+    return made
+
+
+def clocked(runners: list[Result], true: Times) -> Report:
+    """The report of a clock on which these times are true."""
+    every = []
+    for runner in runners:
+        assert runner.played is not None
+        wall_s = true.time_s(runner.played)[0]
+        verify_s = (runner.played.lengths @ true.target_s(np.arange(runner.played.lengths.shape[-1])))[0]
+        every.append(np.stack([wall_s, wall_s - verify_s, verify_s], -1)[None])
+    num = len(every[0][0])
+    return report_of(np.stack(every), np.ones(num, bool), runners, COST, dataset="made", rows=range(num))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stale"),
+    [
+        ({}, []),
+        # twice as slow in all it does
+        ({"t_draft_s": 0.002, "t_target_s": (0.01, 0.012, 0.014, 0.016), "t_stop_s": {"token_prob": 0.0004}}, []),
+        ({"t_stop_s": {"token_prob": 0.003}}, ["the stop of product of token probabilities"]),
+        ({"t_draft_s": 0.004, "t_stop_s": {"token_prob": 0.0008}}, ["the draft step"]),
+        ({"t_target_s": (0.005, 0.012, 0.014, 0.016)}, ["the verification of drafted tokens"]),
+    ],
+)
+def test_the_times_that_the_clock_contradicts_are_named_with_the_command_that_renews_them(runners, changes, stale):
+    report = clocked(runners, replace(COST, **changes))
+    assert stale_times(report) == stale
+    contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
+    sentence = contradiction(report, contest)
+    assert ("costs --config … --again" in sentence) == bool(stale)
+    assert all(name in sentence for name in stale)
+    if stale:
+        given = contradiction(report, replace(contest, times=replace(COST, origin="given")))
+        assert "leave out the given times" in given
+
+
+def test_the_contest_by_the_clock_has_the_clocked_gains(runners):
+    true = replace(COST, t_stop_s={"token_prob": 0.003})
+    report = clocked(runners, true)
+    contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
+    on_clock = by_the_clock(contest, report)
+    assert list(on_clock.results) == [BASELINE, PRODUCT]
+    (row,) = (row for row in report["rows"] if row["family"] == PRODUCT)
+    assert on_clock.gain(PRODUCT) == row["clocked_gain"]
+    assert on_clock.gain(PRODUCT).value < contest.gain(PRODUCT).value
+    alone, product = (true.tokens_per_s(runner.played)[0] for runner in (runners[0], runners[2]))
+    assert clocked_speed_up(report, PRODUCT) == pytest.approx(product / alone)
