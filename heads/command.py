@@ -1,6 +1,6 @@
 """The commands that convert, publish and describe heads: `export`, `import`, `push`, `inspect`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
@@ -15,13 +15,14 @@ from data_gen.store.manifest import describe_model
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
 from heads.grid import HeadSpec
-from heads.measures.report import METRICS, beats_signal, best_heads, verdict
+from heads.measures.evaluation import Result
+from heads.measures.report import METRICS, beats_signal, best_heads, signal_kl, verdict
 from heads.measures.scores import sequential_temperatures
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
 from heads.model.files import FILES, downloaded
 from heads.model.fits import check_fits
-from heads.model.head import AcceptanceHead, Provenance
+from heads.model.head import AcceptanceHead, Provenance, Timing
 from heads.model.official import read_official_head
 from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
@@ -30,6 +31,9 @@ from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.json_files import read_json
 from store.shards import atomic_directory, write_atomic
+
+LINEAR_PREFIX = "prefix-d0"
+"""Shape of the heads that become a DSpark draft's confidence head."""
 
 
 def export(
@@ -50,13 +54,13 @@ def export(
         metric: metric that selects `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
         out: output folder, or file of format sts; null: exported, dspark or sts.json in heads.dir.
         checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
-        force: export even if no head beats the draft's own log q(y), which needs no training.
+        force: also export heads that do not beat a logistic of logit q(y) (prefix heads: of logit max q) on dev.
         format: head: one directory per head. dspark: a copy of pair.draft with a linear prefix head as its confidence
             head. sts: temperatures fitted on dev, for SGLang's --speculative-dspark-confidence-sts-path.
 
     Raises:
         FileNotFoundError: no checkpoint.
-        ValueError: a checkpoint of another run, no such head or metric, heads worse than log q(y), or not linear.
+        ValueError: a checkpoint of another run, no such head or metric, heads worse than their signal, or not linear.
     """
     run = RunDirectory(Path(config.heads.dir))
     name = {"head": "exported", "dspark": "dspark", "sts": "sts.json"}[format]
@@ -66,19 +70,46 @@ def export(
     sweep = _sweep_of(run, checkpoint)
     results = run.results(sweep.facts["run"])
     names = _names(head, sweep.specs, results=results, metric=metric)
-    text = verdict(results["dev"], sweep.specs) if results else ""
-    if results and not force and not any(beats_signal(results["dev"], sweep.specs).values()):
-        raise ValueError(f"{text} Pass --force (force=True in Python) to export anyway: {', '.join(names)}.")
+    text = ""
+    if results:
+        text = verdict(results["dev"], sweep.specs)
+        if not force:
+            names, refusal = _passing(names, sweep.specs, results=results["dev"], is_dspark=format == "dspark")
+            text = f"{text}\n{refusal}".rstrip()
     heads = {name: trained for name, trained in sweep.heads().items() if name in names}
     for name, trained in heads.items() if results else ():
-        on_dev, on_train = (results[split]["heads"][name] for split in ("dev", "train"))
-        metrics = {key: on_dev[key] for key in METRICS if on_dev[key] is not None}
-        trained.provenance = replace(trained.provenance, metrics=metrics | {"train_raw_kl": on_train["raw_kl"]})
+        trained.provenance = replace(trained.provenance, metrics=_metrics_of(name, trained.timing, results))
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = [save_whole(heads[name], root / name) for name in names]
     print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
+
+
+def _passing(
+    names: Sequence[str], specs: Sequence[HeadSpec], *, results: Result, is_dspark: bool
+) -> tuple[list[str], str]:
+    """The heads that each beat the signal of their own timing, and a line on the others; ValueError if none does."""
+    beats = beats_signal(results, specs)
+    if is_dspark:  # which takes one head, so that no other decides
+        linear = [str(spec) for spec in specs if str(spec.shape) == LINEAR_PREFIX and str(spec) in names]
+        names = linear or names
+    refused = [name for name in names if not beats[name]]
+    if not refused:
+        return list(names), ""
+    remedy = "Pass --force (force=True in Python) to export anyway"
+    if len(refused) == len(names):
+        raise ValueError(f"{verdict(results, specs)} {remedy}: {', '.join(names)}.")
+    refusal = f"Not exported, because they do not beat the draft's own signal at their timing: {', '.join(refused)}."
+    return [name for name in names if beats[name]], f"{refusal} {remedy}."
+
+
+def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, float]:
+    """Metrics of a head for its config.json: those on dev, its signal's KL there, and its raw KL on training data."""
+    on_dev = results["dev"]["heads"][name]
+    metrics = {key: on_dev[key] for key in METRICS if on_dev[key] is not None}
+    on_train = results["train"]["heads"][name]["raw_kl"]
+    return metrics | {"signal_kl": signal_kl(results["dev"], timing), "train_raw_kl": on_train}
 
 
 def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
@@ -207,7 +238,7 @@ def _names(head: str, specs: Sequence[HeadSpec], *, results: dict[str, Any], met
 
 def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path) -> Path:
     """A copy of the draft's directory with the only linear prefix head among `heads` as its confidence head."""
-    linear = [name for name, head in heads.items() if head.shape_name == "prefix-d0"]
+    linear = [name for name, head in heads.items() if head.shape_name == LINEAR_PREFIX]
     if len(linear) != 1:
         count = f"{len(linear)} are linear prefix heads ({', '.join(linear)})" if linear else "none is linear"
         raise ValueError(

@@ -13,6 +13,7 @@ from configs.limits import check_limits
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from data_gen.store.manifest import read_manifest
 from heads.command import export
+from heads.model.files import rank_of
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 
@@ -35,12 +36,14 @@ def train_heads(
         data: the experiment that `data_gen.make_data` returns, or a directory with data.
         dir: output directory; None: the experiment's heads.dir, or the folder heads in the data directory.
         max_epochs: passes over the data; None: the experiment's value, or one that follows from the amount of data.
-        callbacks: callbacks of Lightning, such as EarlyStopping("dev/calibrated_kl").
-        force: return the best head even if it is worse than the draft's own signals, which need no training.
+        callbacks: callbacks of Lightning, such as EarlyStopping("dev/calibrated_kl"), which is a mean over heads of the
+            KL as a part of that of the draft's own signal at each head's timing.
+        force: return the best head even if it is worse than the draft's own signal, a logistic of logit q(y).
         settings: fields of `configs.schema.HeadsConfig`, such as depths=(1, 2).
 
     Returns:
-        The head with the lowest calibrated KL on dev, also in DIR/exported for `decode.complete`.
+        The head whose calibrated KL on dev is the smallest part of the KL of the draft's own signal at its timing, also
+        in DIR/exported for `decode.complete`.
 
     Raises:
         ValueError: an unknown setting or one out of range; no head beats the draft's own signals.
@@ -59,7 +62,8 @@ def train_heads(
     with redirect_stdout(StringIO()):  # export repeats the verdict that train has printed
         paths = export(config, head="best", force=force)
     exported = [AcceptanceHead.from_pretrained(path) for path in paths]
-    return min(exported, key=lambda head: float(head.provenance.metrics["calibrated_kl"]))
+    # labels, and so KLs, differ between timings
+    return min(exported, key=lambda head: rank_of(head.provenance.metrics))
 
 
 def _config_of(directory: str | Path) -> Config:

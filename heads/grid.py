@@ -58,7 +58,7 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
 
 def scalar_names(shapes: Sequence[HeadShape]) -> tuple[str, ...]:
     """Every scalar that a sweep reads: the signals that its heads are compared with, then the heads' others."""
-    compared = ("log_token_prob", "entropy", *(SIGNALS[shape.timing] for shape in shapes))
+    compared = [SIGNALS[shape.timing] for shape in shapes]
     return tuple(dict.fromkeys([*compared, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 

@@ -6,7 +6,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.model.files import WEIGHTS, local_directory, read_head_config
+from heads.model.files import WEIGHTS, local_directory, rank_of, read_head_config
 from store.json_files import read_json
 
 VERDICT = "verdict.json"
@@ -52,7 +52,8 @@ def heads_for(heads: Mapping[str, str], sampling: Mapping[str, Any]) -> dict[str
 
 def best_head(paths: Mapping[str, str]) -> Chosen | None:
     """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one with
-    the least calibrated KL. Candidate heads, which stop trees, are skipped. Only config.json is read.
+    the least calibrated KL, as a part of that of the draft's own signal at its timing. Candidate heads, which stop
+    trees, are skipped. Only config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.
@@ -73,9 +74,10 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
         return Chosen(paths[name], {}, reason)
     if not chains:
         return None
-    losses = {name: config.get("metrics", {}).get("calibrated_kl", inf) for name, config in chains.items()}
-    name = min(losses, key=losses.__getitem__)
-    why = "no measured one" if losses[name] == inf else f"least calibrated KL of {len(losses)}"
+    ranks = {name: rank_of(config.get("metrics", {})) for name, config in chains.items()}
+    name = min(ranks, key=ranks.__getitem__)
+    is_measured = ranks[name][1] < inf
+    why = f"least calibrated KL of {len(ranks)}" if is_measured else "no measured one"
     risk = UNTUNED["max_rejection_prob"]
     reason = f"{name} ({why}), at a calibrated risk of {risk}, since no head is tuned (`acceptance-heads tune`)"
     return Chosen(paths[name], UNTUNED, reason)

@@ -1,21 +1,31 @@
 """The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.store.manifest import describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
-from heads.batches.features import FEATURE_SETS, LABELS, FeatureShard, check_numbers, has_exact_logits
+from heads.batches.features import (
+    FEATURE_SETS,
+    LABELS,
+    Batch,
+    FeatureShard,
+    check_numbers,
+    has_exact_logits,
+    with_states,
+)
 from heads.batches.loader import BatchLoader, block_reader
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
@@ -114,6 +124,26 @@ class FeatureData(pl.LightningDataModule):
                 break
             num_rows += 1
         return self.loader("train", num=num_rows)
+
+    def training_labels(self, num: int) -> Iterator[Batch]:
+        """Labels and scalars of about `num` training responses, without hidden states: of each shard its first ones, in
+        proportion to its size.
+        """
+        shards = self._shards["train"]
+        limit = self.heads.num_train
+        lengths = [shard.lengths for shard in shards]
+        sizes = [len(of_shard) for of_shard in (lengths if limit is None else _first(lengths, limit))]
+        share = min(1.0, num / max(1, sum(sizes)))
+        for shard, size in zip(shards, sizes, strict=False):
+            stateless = replace(shard, states=dict.fromkeys(shard.states), texts=None)
+            batch: Batch = {}
+            for timing, rows in stateless.read(0, math.ceil(share * size)).items():
+                flat = list(chain.from_iterable(rows))
+                if flat:
+                    num_tokens = sum(len(row.drafted) for row in flat)
+                    batch[timing] = with_states(flat, torch.empty(num_tokens, 0))
+            if batch:
+                yield batch
 
     def num_responses(self, split: str) -> int:
         return len(self.loader(split).items)

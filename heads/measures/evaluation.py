@@ -1,7 +1,7 @@
 """All metrics of a finished sweep on one split, as JSON values.
 
-Heads are compared with log q(y) alone, H(q) alone and a constant. Each signal is calibrated by a logistic regression on
-the same split, which favours it; a head that still does not beat it has not converged or is of no use.
+Heads are compared with a constant and with the draft's own signal (`heads.measures.own_signal`), whose two numbers are
+fitted to training responses; a head that does not beat it has not converged or is of no use.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
 from heads.measures.histogram import Histogram, Sums, by_position, observe
-from heads.measures.scores import auroc, fit_logistic, measures, reliability
+from heads.measures.scores import auroc, measures, reliability
+from heads.model.inputs import SIGNALS
 
 Result = dict[str, Any]
 NUM_POSITIONS = 8
 """Draft positions with their own metrics."""
-SIGNALS = ("log_token_prob", "negative_entropy")
 _WAYS = ("raw", "calibrated")
 _KINDS = ("by_position", "survival")
 """Metrics of single tokens, and of the probability that a draft survives, by draft position."""
@@ -28,15 +28,20 @@ _KINDS = ("by_position", "survival")
 class Evaluation:
     """Metrics of every head of a sweep over one split."""
 
-    def __init__(self, specs: Sequence[HeadSpec], shift: Tensor, temperature: Tensor) -> None:
-        """`shift`, ln(w_rej / w_acc), and `temperature` calibrate each of the heads `specs`."""
+    def __init__(
+        self, specs: Sequence[HeadSpec], shift: Tensor, temperature: Tensor, *, signals: Mapping[str, Sequence[float]]
+    ) -> None:
+        """`shift`, ln(w_rej / w_acc), and `temperature` calibrate each of the heads `specs`; `signals`: slope and
+        offset of the draft's own signal, by timing.
+        """
+        self._signals = signals
         self._names, self._shift, self._temperature = list(map(str, specs)), shift, temperature
         self._rows, self._sums = dict[str, list[int]](), dict[str, dict[str, Sums]]()
         for index, spec in enumerate(specs):
             self._rows.setdefault(spec.shape.timing, []).append(index)
         for timing, rows in self._rows.items():
             along = {f"{way} {kind}": len(rows) * NUM_POSITIONS for way in _WAYS for kind in _KINDS}
-            counts = {"tokens": len(rows), "signals": len(SIGNALS)} | along
+            counts = {"tokens": len(rows), "signal": 1} | along
             self._sums[timing] = {name: Sums(count, shift.device) for name, count in counts.items()}
 
     @torch.no_grad()
@@ -48,22 +53,23 @@ class Evaluation:
             if not len(label):  # the part of one of several processes may have no token
                 continue
             calibrated = (logit + self._shift[rows, None].to(logit)) / self._temperature[rows, None].to(logit)
-            signals = torch.stack([features.scalars["log_token_prob"].float(), -features.scalars["entropy"].float()])
+            signal = features.scalars[SIGNALS[timing]].float()
             sums["tokens"].update(observe(logit, label[None]))
-            sums["signals"].update(observe(signals, label[None]))
+            sums["signal"].update(observe(signal[None], label[None]))
             for way, values in zip(_WAYS, (logit, calibrated), strict=True):
                 histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
                 for kind, histogram in zip(_KINDS, histograms, strict=True):
                     sums[f"{way} {kind}"].update(histogram)
 
     def compute(self) -> Result:
-        """{"heads": {name: …}, "signals": {timing: {signal: …}}, "labels": {timing: …}}."""
+        """{"heads": {name: …}, "signals": {timing: {scalar: …}}, "labels": {timing: …}}."""
         heads, signals, labels = dict[str, Any](), {}, {}
         for timing, rows in self._rows.items():
             sums = {name: of_batches.compute() for name, of_batches in self._sums[timing].items()}
             results = _head_results(sums, shift=self._shift[rows], temperature=self._temperature[rows])
             heads |= dict(zip([self._names[row] for row in rows], results, strict=True))
-            signals[timing], labels[timing] = _signal_results(sums["signals"]), _label_results(sums["signals"])
+            signals[timing] = {SIGNALS[timing]: _signal_results(sums["signal"], *self._signals[timing])}
+            labels[timing] = _label_results(sums["signal"])
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
 
@@ -84,15 +90,17 @@ def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: 
     return results
 
 
-def _signal_results(histogram: Histogram) -> dict[str, Any]:
-    calibrated = measures(histogram, *fit_logistic(histogram))._asdict()
+def _signal_results(histogram: Histogram, slope: float, offset: float) -> dict[str, float]:
+    calibrated = measures(histogram, slope, offset)._asdict()
     columns = {"auroc": auroc(histogram)} | {f"calibrated_{name}": value for name, value in calibrated.items()}
-    return dict(zip(SIGNALS, _unstack(columns), strict=True))
+    [metrics] = _unstack(columns)
+    return metrics | {"slope": slope, "offset": offset}
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
-    total, mean = float(histogram.total[0]), float(histogram.accepted[0].sum() / histogram.total[0])
-    label_entropy = float(histogram.entropy[0] / histogram.total[0])
+    total = float(histogram.total.sum())
+    mean = float(histogram.accepted.sum()) / total
+    label_entropy = float(histogram.entropy.sum()) / total
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)
     means = {"mean_acceptance_prob": mean, "mean_entropy": label_entropy}
     return {"num_tokens": total, **means, "constant_kl": entropy_of_mean - label_entropy}

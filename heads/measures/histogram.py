@@ -43,6 +43,10 @@ class Histogram(NamedTuple):
         """Sum of the weights w."""
         return self.weight.sum(-1)
 
+    def plus(self, other: "Histogram") -> "Histogram":
+        """The histogram of the tokens of both."""
+        return Histogram(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
     @property
     def mean_logit(self) -> Float[Tensor, "*lead bin"]:
         """Mean logit of each bin; 0 for an empty one."""

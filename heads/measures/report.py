@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
-from heads.model.head import TIMING_LABELS
+from heads.model.head import TIMING_LABELS, Timing
+from heads.model.inputs import SIGNALS
+from lm.signals import SCALARS
 from store.shards import write_atomic
 
 _REMEDY = "more data (data.num_train), longer training (trainer.max_epochs) or a higher rate (heads.learning_rate)"
@@ -42,8 +44,15 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
 
 def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
     """One sentence on the best head of each timing on dev; a warning for each whose heads do not beat its signal."""
-    lines, worse, beats = [], [], beats_signal(result, specs)
-    for timing, (name, head, title, alone) in _rivals(result, specs).items():
+    beats = beats_signal(result, specs)
+    lines: list[str] = []
+    worse: list[str] = []
+    for timing in dict.fromkeys(spec.shape.timing for spec in specs):
+        names = [str(spec) for spec in specs if spec.shape.timing == timing]
+        name = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
+        head = result["heads"][name]
+        alone = result["signals"][timing][SIGNALS[timing]]
+        title = SCALARS[SIGNALS[timing]].symbol
         reduction = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
         lines.append(
             f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
@@ -51,31 +60,24 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
             f"alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant has KL "
             f"{result['labels'][timing]['constant_kl']:.3f}."
         )
-        if not beats[timing]:
-            warning = f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which needs no training."
+        if not beats[name]:
+            warning = f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which takes two numbers."
             worse.append(f"{warning} Do not decode with these heads; try {_REMEDY}.")
     if len(worse) == len(lines):
-        worse = [f"No head beats the draft's own signals, which need no training; try {_REMEDY}."]
+        worse = [f"No head beats the draft's own signals, which take two numbers; try {_REMEDY}."]
     return "\n".join([*lines, *worse])
 
 
+def signal_kl(result: Result, timing: Timing) -> float:
+    """KL of the draft's own signal at a timing, with the two numbers that were fitted to training responses."""
+    return float(result["signals"][timing][SIGNALS[timing]]["calibrated_kl"])
+
+
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
-    """Timing -> whether its best head has a lower KL than the draft's own signal, both calibrated on dev."""
-    rivals = _rivals(result, specs).items()
-    return {timing: head["calibrated_kl"] < alone["calibrated_kl"] for timing, (_, head, _, alone) in rivals}
-
-
-def _rivals(
-    result: Result, specs: Sequence[HeadSpec]
-) -> dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]]:
-    """Timing -> its best head and the signal that it must beat (H(q) for prefix heads, else log q(y)), with metrics."""
-    rivals: dict[str, tuple[str, Mapping[str, Any], str, Mapping[str, Any]]] = {}
-    for timing in dict.fromkeys(spec.shape.timing for spec in specs):
-        names = [str(spec) for spec in specs if spec.shape.timing == timing]
-        best = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
-        signal, title = ("negative_entropy", "H(q)") if timing == "prefix" else ("log_token_prob", "log q(y)")
-        rivals[timing] = best, result["heads"][best], title, result["signals"][timing][signal]
-    return rivals
+    """Name of each head -> whether it has a lower calibrated KL than the draft's own signal at its timing."""
+    return {
+        str(spec): result["heads"][str(spec)]["calibrated_kl"] < signal_kl(result, spec.shape.timing) for spec in specs
+    }
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
@@ -183,7 +185,7 @@ def _along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
-    """Calibrated KL on dev at each validation, one panel per kind of inputs, with the better signal as a baseline."""
+    """Calibrated KL on dev at each validation, one panel per kind of inputs, with that of the draft's own signal."""
     kinds = by_kind(specs)
     figure = Figure(figsize=(1.2 + 4.2 * len(kinds), 4), layout="constrained")
     axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
@@ -195,9 +197,9 @@ def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list
             curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
             label = f"depth {spec.shape.depth}" if spec.reject_weight == of_kind[0].reject_weight else None
             axis.plot(steps, curve, color=colour, linewidth=1, label=label)
-        signals = result["signals"][of_kind[0].shape.timing].items()
-        kl, name = min((signal["calibrated_kl"], name) for name, signal in signals)
-        axis.axhline(kl, color="black", linestyle="--", linewidth=1, label=f"{name} alone")
+        timing = of_kind[0].shape.timing
+        label = f"{SCALARS[SIGNALS[timing]].symbol} alone"
+        axis.axhline(signal_kl(result, timing), color="black", linestyle="--", linewidth=1, label=label)
         axis.set(xlabel="optimiser steps", title=kind)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("calibrated KL on dev, nats")

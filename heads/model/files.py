@@ -3,6 +3,7 @@ the hub. Nothing is unpickled.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 """Key of config.json -> allowed types."""
 _LARGEST = 1e15
 """Largest weight: a product of two layers of such weights, over any width, is still finite in float32."""
+_LEAST_KL = 1e-6
+"""Nats per token; a signal of a smaller KL counts as this."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when it is loaded; if you trust it, convert it: "
@@ -86,6 +89,17 @@ def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise ValueError(f"{path}: {key} is {value!r}, expected {names}; {_EXPORT}")
     return config
+
+
+def rank_of(metrics: Mapping[str, float]) -> tuple[bool, float]:
+    """Orders heads by the `metrics` of their config.json, best first: by calibrated KL on dev as a part of that of the
+    draft's own signal, which is comparable between timings, unlike KLs. Heads of version 0.2.0, which were not compared
+    with this signal, come last, by KL alone (True, inf without any metrics).
+    """
+    kl = metrics.get("calibrated_kl", math.inf)
+    if "signal_kl" in metrics:
+        return False, kl / max(metrics["signal_kl"], _LEAST_KL)
+    return True, kl
 
 
 def read_head_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

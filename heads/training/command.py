@@ -25,6 +25,7 @@ from data_gen.store.manifest import read_manifest, refuse_older
 from heads.batches.features import DraftFeatures
 from heads.batches.module import FeatureData, is_first_process
 from heads.grid import grid
+from heads.measures.own_signal import fit_own_signals
 from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
@@ -112,7 +113,13 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     if config.heads.reached and not data.manifest.get("draft_length"):
         problem = f"heads.reached is true, but {config.data.dir} is not data of a feature draft"
         raise ValueError(f"{problem}; set heads.reached to false")
-    facts = {"run": run, "hidden_size": data.hidden_size, "provenance": _provenance(config, data)}
+    timings = dict.fromkeys(shape.timing for shape in grid(config.heads))
+    facts = {
+        "run": run,
+        "hidden_size": data.hidden_size,
+        "provenance": _provenance(config, data),
+        "signals": {timing: list(fitted) for timing, fitted in fit_own_signals(data, timings).items()},
+    }
     if any(config.heads.embeddings):
         embedding = _input_embedding(config.pair, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data

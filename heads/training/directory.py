@@ -102,11 +102,16 @@ def run_of(path: Path) -> str:
         remedy = "delete it, or pass --resume false, to start over"
         raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
     try:
-        return torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]["run"]
+        facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]
+        run: str = facts["run"]
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a checkpoint of `acceptance-heads train` ({type(error).__name__}: {error}); name another"
         ) from error
+    if "signals" not in facts:
+        problem = f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars"
+        raise ValueError(f"{problem}; export its heads with that version, or {_START_OVER}")
+    return run
 
 
 def _described(config: Config) -> dict[str, Any]:

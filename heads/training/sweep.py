@@ -25,10 +25,14 @@ from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe, reach_of
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.model.head import AcceptanceHead, HeadShape, Provenance
+from heads.model.inputs import SIGNALS
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
 from heads.training.start import Start
 from heads.training.trainer import num_optimizer_steps, training_plan
+
+_LEAST_KL = 1e-6
+"""Nats per token; a signal of a smaller KL, as under an exact draft, counts as this."""
 
 
 class Sweep(pl.LightningModule):
@@ -55,7 +59,8 @@ class Sweep(pl.LightningModule):
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
-        facts: run (name), hidden_size, provenance (what heads share).
+        facts: run (name), hidden_size, provenance (what heads share), signals {timing: [slope, offset]} of the draft's
+            own signal (`heads.measures.own_signal`).
         draft: computes online features with the frozen draft.
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         """
@@ -166,14 +171,20 @@ class Sweep(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self._validation = Sums(len(self.specs), self.device)
+        self._of_signals = Sums(len(self.by_shape), self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         histograms = []
+        of_signals = []
         for stack in self.by_shape:
-            label = of_timing(batch, stack.shape.timing).acceptance_prob
-            logits = self.logits(stack, batch).float()
-            histograms.append(observe(logits, label[None], self._reach(batch, stack)[None]))
+            features = of_timing(batch, stack.shape.timing)
+            reach = self._reach(batch, stack)[None]
+            label = features.acceptance_prob[None]
+            histograms.append(observe(self.logits(stack, batch).float(), label, reach))
+            signal = features.scalars[SIGNALS[stack.shape.timing]]
+            of_signals.append(observe(signal.float()[None], label, reach))
         self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
+        self._of_signals.update(Histogram(*map(torch.cat, zip(*of_signals, strict=True))))
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.sanity_checking:
@@ -181,8 +192,9 @@ class Sweep(pl.LightningModule):
         entry = self._validated()
         for name, values in entry.items():
             self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
-        kl = entry["calibrated_kl"]
-        self.log("dev/calibrated_kl", sum(kl) / len(kl), prog_bar=True)
+        # labels differ between timings, and so do their KLs: each is divided by its signal's
+        shares = torch.tensor(entry["calibrated_kl"], device=self.device) / self._kl_of_signals()
+        self.log("dev/calibrated_kl", shares.mean(), prog_bar=True)
 
     def _validated(self) -> dict[str, list[float]]:
         """Metrics of every head on the dev tokens since `on_validation_epoch_start`; keeps the best weights."""
@@ -195,10 +207,20 @@ class Sweep(pl.LightningModule):
         self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
         return entry
 
+    def _kl_of_signals(self) -> Tensor:
+        """KL of each head's own signal on dev, [heads]; above 0, because it divides."""
+        fitted = [self.facts["signals"][stack.shape.timing] for stack in self.by_shape]
+        slopes, offsets = torch.tensor(fitted, dtype=torch.float64, device=self.device).unbind(-1)
+        kl = measures(self._of_signals.compute(), slopes, offsets).kl
+        return kl.clamp_min(_LEAST_KL).repeat_interleave(len(self.config.reject_weights))
+
     def on_test_epoch_start(self) -> None:
         self.use_selected()
         tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
-        self._evaluations = {name: Evaluation(self.specs, self._shift, self.temperature) for name in tested}
+        signals = self.facts["signals"]
+        self._evaluations = {
+            name: Evaluation(self.specs, self._shift, self.temperature, signals=signals) for name in tested
+        }
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         logits: dict[str, list[Tensor]] = {}

@@ -8,6 +8,7 @@ from decode.experiment import Experiment
 from decode.policies.auto import Auto
 from decode.policies.recommended import best_head
 from heads import AcceptanceHead, Provenance
+from heads.model.files import rank_of
 from heads.model.head import update_config
 
 TUNED = {"max_rejection_prob": 0.6, "is_calibrated": False, "t_draft_s": 0.01, "t_target_s": 0.05}
@@ -45,6 +46,17 @@ def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
         here.policy("auto")
     with pytest.raises(ValueError, match="no recommended threshold"):
         HeadPolicy.from_pretrained(exported / "b")
+
+
+def test_heads_of_several_timings_are_compared_by_their_part_of_the_signals_kl_and_older_ones_come_last():
+    """A KL of 0.1 is the lowest, of a smoother label; with a signal of KL 0.1 there is nothing to gain."""
+    metrics = {
+        "drawn": {"calibrated_kl": 0.3, "signal_kl": 0.4},
+        "prefix": {"calibrated_kl": 0.1, "signal_kl": 0.11},
+        "older": {"calibrated_kl": 0.05},
+        "oldest": {},
+    }
+    assert sorted(metrics, key=lambda name: rank_of(metrics[name])) == ["drawn", "prefix", "older", "oldest"]
 
 
 def test_the_fastest_tuned_head_comes_first_at_its_threshold_and_is_loaded_with_it(exported):

@@ -94,7 +94,9 @@ def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no
 
 
 def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_path: Path):
-    data = feature_data(make_config(data_dir, tmp_path, timings=("fed", "drawn"), scalars=(("text_position",),)))
+    data = feature_data(
+        make_config(data_dir, tmp_path, timings=("fed", "drawn"), scalars=(("text_position", "log_token_prob"),))
+    )
     batch = next(iter(data.loader("dev")))
     fed, drawn = batch["fed"], batch["drawn"]
     stored = load_file(shard_path(data_dir, "labels", "dev", 0)) | load_file(

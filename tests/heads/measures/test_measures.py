@@ -135,32 +135,37 @@ def test_histograms_by_position_are_those_of_all_drafts(is_draft):
 
 
 def result_of(kl: dict[str, float], sweep: list[HeadSpec]) -> dict:
-    """Made-up measurements: a head's KL by its timing, 0.4 for each signal alone, 0.5 for a constant."""
+    """Made-up measurements: a head's KL by its timing; 0.4 for logit q(y), 0.2 for logit max q, 0.5 for a constant."""
     of_heads = {str(spec): kl[spec.shape.timing] + 0.01 * spec.shape.depth for spec in sweep}
     heads = {name: {"calibrated_kl": value, "auroc": 0.7} for name, value in of_heads.items()}
-    alone = {"log_token_prob": {"calibrated_kl": 0.4, "auroc": 0.6}}
-    alone |= {"negative_entropy": {"calibrated_kl": 0.45, "auroc": 0.55}}
-    return {"heads": heads, "signals": dict.fromkeys(kl, alone), "labels": {key: {"constant_kl": 0.5} for key in kl}}
+    signals = {}
+    for timing in kl:
+        scalar, of_signal = ("logit_max_prob", 0.2) if timing == "prefix" else ("logit_token_prob", 0.4)
+        signals[timing] = {scalar: {"calibrated_kl": of_signal, "auroc": 0.6}}
+    return {"heads": heads, "signals": signals, "labels": {key: {"constant_kl": 0.5} for key in kl}}
 
 
-def test_the_best_head_of_each_timing_is_compared_with_log_q_or_with_the_entropy(tmp_path):
+def test_each_head_is_compared_with_the_signal_of_its_own_timing(tmp_path):
     def sweep(*timings: str) -> list[HeadSpec]:
-        return specs(make_config(tmp_path, tmp_path, timings=timings, scalars=(True,)).heads)
+        return specs(make_config(tmp_path, tmp_path, timings=timings, scalars=(True,), reject_weights=(1.0,)).heads)
 
     heads = sweep("fed", "drawn")
-    result = result_of({"fed": 0.44, "drawn": 0.3}, heads)
+    result = result_of({"fed": 0.44, "drawn": 0.385}, heads)
     fed, drawn, warning = verdict(result, heads).splitlines()
     own = "Best fed-time head on dev: fed+s-d0-w1 with KL 0.440 nats per token and AUROC 0.700, "
-    assert fed.startswith(f"{own}10% more KL than log q(y) alone (KL 0.400")
-    assert "25% less KL than log q(y) alone" in drawn
-    assert warning.startswith("Warning: no fed-time head beats log q(y) alone, which needs no training. Do not decode")
-    assert beats_signal(result, heads) == {"fed": False, "drawn": True}
+    assert fed.startswith(f"{own}10% more KL than logit q(y) alone (KL 0.400")
+    assert "4% less KL than logit q(y) alone" in drawn
+    assert warning.startswith(
+        "Warning: no fed-time head beats logit q(y) alone, which takes two numbers. Do not decode"
+    )
+    beats = beats_signal(result, heads)
+    assert beats == {"fed+s-d0-w1": False, "fed+s-d2-w1": False, "drawn+s-d0-w1": True, "drawn+s-d2-w1": False}
     assert "Warning" not in verdict(result_of({"fed": 0.3, "drawn": 0.3}, heads), heads)
     heads = sweep("drawn")
     _, last = verdict(result_of({"drawn": 0.41}, heads), heads).splitlines()
     assert last.startswith("No head beats the draft's own")
-    heads = sweep("prefix")  # knows no token either
-    result = result_of({"prefix": 0.42}, heads)
-    assert beats_signal(result, heads) == {"prefix": True}
-    assert verdict(result, heads).startswith("Best prefix head on dev: prefix")
-    assert "H(q) alone (KL 0.450" in verdict(result, heads)
+    heads = sweep("drawn", "prefix")  # 0.25 would beat logit q(y), which predicts another label
+    result = result_of({"drawn": 0.3, "prefix": 0.25}, heads)
+    assert beats_signal(result, heads) == {str(spec): spec.shape.timing == "drawn" for spec in heads}
+    assert "Best prefix head on dev: prefix" in verdict(result, heads)
+    assert "logit max q alone (KL 0.200" in verdict(result, heads)

@@ -22,7 +22,8 @@ from tests.toys.made_up import feature_data, make_config
 
 def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
     config = trained.config
-    heads = {path.name: AcceptanceHead.from_pretrained(path) for path in export(config, out=str(tmp_path))}
+    paths = export(config, out=str(tmp_path), force=True)
+    heads = {path.name: AcceptanceHead.from_pretrained(path) for path in paths}
     sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
     batch = next(iter(feature_data(config).loader("dev")))
     assert set(heads) == {str(spec) for spec in sweep.specs}
@@ -45,7 +46,7 @@ def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
         assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
-def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path, monkeypatch):
+def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path):
     config, heads = trained.config, trained.results["dev"]["heads"]
     names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path / "best"))]
     assert sorted(name.split("-")[0] for name in names) == ["drawn", "drawn+s", "fed", "fed+s"]
@@ -60,12 +61,28 @@ def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_
         export(config, head="best", metric="luck", out=str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         export(make_config(tmp_path, tmp_path / "nowhere"))
-    monkeypatch.setattr("heads.command.beats_signal", lambda result, specs: {"fed": False})
-    message = r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d2-w6\.$"
+
+
+def test_only_heads_that_beat_the_signal_of_their_own_timing_are_exported(trained: Run, tmp_path: Path, capsys):
+    """In this run all but the paper's linear heads do, which let no such head through."""
+    config, dev = trained.config, trained.results["dev"]
+    kl = {name: head["calibrated_kl"] for name, head in dev["heads"].items()}
+    alone = {timing: dev["signals"][timing]["logit_token_prob"]["calibrated_kl"] for timing in ("fed", "drawn")}
+    refused = {name for name in kl if kl[name] >= alone[name.partition("-")[0].partition("+")[0]]}
+    assert "fed-d0-w1" in refused
+    assert {"fed-d2-w6", "drawn+s-d2-w1", "drawn-d0-w1"} <= kl.keys() - refused
+    written = {path.name: AcceptanceHead.from_pretrained(path) for path in export(config, out=str(tmp_path / "all"))}
+    assert written.keys() == kl.keys() - refused
+    assert "Not exported, because they do not beat the draft's own signal at their timing: fed-d0-w1," in (
+        capsys.readouterr().out
+    )
+    for head in written.values():
+        assert head.provenance.metrics["signal_kl"] == alone[head.timing]
+    message = r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d0-w1\.$"
     with pytest.raises(ValueError, match=message):
-        export(config, head="fed-d2-w6", out=str(tmp_path / "worse"))
+        export(config, head="fed-d0-w1", out=str(tmp_path / "worse"))
     assert not (tmp_path / "worse").exists()
-    assert export(config, out=str(tmp_path / "worse"), force=True)
+    assert [path.name for path in export(config, head="fed-d0-w1", out=str(tmp_path / "worse"), force=True)]
 
 
 class OfficialHead(nn.Module):

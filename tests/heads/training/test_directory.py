@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import torch
 
 from configs.schema import Config
 from heads.command import export, load_sweep
@@ -139,4 +140,11 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
         for use in (lambda: train(copied), lambda: load_sweep(path)):
             with pytest.raises(ValueError, match=rf"last\.ckpt {message}"):
                 use()
+    path.write_bytes(content)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["hyper_parameters"]["facts"]["signals"]
+    torch.save(checkpoint, path)
+    for use in (lambda: train(copied), lambda: load_sweep(path)):
+        with pytest.raises(ValueError, match=r"of version 0\.2\.0 or earlier.*pass --resume false to start over"):
+            use()
     assert directory.prepare(copied, resume=False)[1] is None

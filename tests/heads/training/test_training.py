@@ -15,6 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from safetensors.torch import load_file, save
+from torch.nn.functional import binary_cross_entropy
 
 import heads
 from configs.schema import Config
@@ -27,7 +28,7 @@ from heads.training.command import build, settled, train
 from heads.training.trainer import trainer_arguments
 from store.shards import shard_path, write_shard
 from tests.heads.conftest import Run
-from tests.toys.made_up import make_config, write_data
+from tests.toys.made_up import feature_data, make_config, write_data
 
 
 def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(trained: Run):
@@ -44,15 +45,47 @@ def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(trai
     head = written["test"]["heads"]["drawn+s-d2-w6"]
     assert {"calibrated_kl", "raw_kl", "auroc", "calibrated_ece", "raw_brier", "temperature"} <= head.keys()
     assert {"by_position", "survival", "reliability"} <= head["raw"].keys()
-    assert set(written["dev"]["signals"]["fed"]) == {"log_token_prob", "negative_entropy"}
+    assert set(written["dev"]["signals"]["fed"]) == {"logit_token_prob"}
     tables = (directory / "tables.md").read_text()
-    assert "| log_token_prob alone (drawn) |" in tables
+    assert "| logit_token_prob alone (drawn) |" in tables
     assert "by set" not in tables
     plots = {path.stem for path in (directory / "plots").glob("*.png") if path.read_bytes().startswith(b"\x89PNG")}
     assert plots == {"reliability", "along_draft", "learning_curves"}
     assert list((directory / "logs" / "tb").glob("events*"))
     assert "dev/calibrated_kl/fed-d0-w1" in (directory / "logs" / "csv" / "version_0" / "metrics.csv").read_text()
     assert json.loads((directory / "run.json").read_text())["versions"]["torch"]
+
+
+def test_the_draft_s_own_signal_is_fitted_to_training_responses_and_measured_on_dev(trained: Run):
+    """At the optimum residuals are orthogonal to both columns; on dev the same two numbers give the KL."""
+    data, measured = feature_data(trained.config), trained.results["dev"]
+    for timing in ("fed", "drawn"):
+        residuals, kls = {}, {}
+        for split in ("train", "dev"):
+            batches = [batch[timing] for batch in data.loader(split)]
+            signal = torch.cat([batch.scalars["logit_token_prob"] for batch in batches]).double()
+            label = torch.cat([batch.acceptance_prob for batch in batches]).double()
+            fitted = measured["signals"][timing]["logit_token_prob"]
+            prob = (fitted["slope"] * signal + fitted["offset"]).sigmoid()
+            residuals[split] = torch.stack([(prob - label).mean(), ((prob - label) * signal).mean()])
+            kls[split] = float(binary_cross_entropy(prob, label) - binary_cross_entropy(label, label))
+        torch.testing.assert_close(residuals["train"], torch.zeros(2).double(), atol=1e-5, rtol=0)
+        assert residuals["dev"].abs().max() > 1e-3, "not fitted to dev"
+        assert fitted["calibrated_kl"] == pytest.approx(kls["dev"], abs=1e-5)
+
+
+def test_the_monitor_is_relative_to_the_signal_of_each_heads_own_timing(data_dir: Path, tmp_path: Path):
+    """Labels of prefix heads differ from those of drawn-time heads, and so do their KLs."""
+    settings = {"timings": ("drawn", "prefix"), "scalars": (False,), "depths": (0,), "reject_weights": (1.0,)}
+    monitor = Monitored()
+    config = make_config(data_dir, tmp_path, trainer={"max_epochs": 1, "callbacks": [monitor]}, **settings)
+    dev = train(config)["dev"]
+    shares = {
+        timing: dev["heads"][f"{timing}-d0-w1"]["calibrated_kl"] / dev["signals"][timing][scalar]["calibrated_kl"]
+        for timing, scalar in (("drawn", "logit_token_prob"), ("prefix", "logit_max_prob"))
+    }
+    assert sum(shares.values()) > 1.5 * sum(head["calibrated_kl"] for head in dev["heads"].values())
+    assert monitor.values == [pytest.approx(sum(shares.values()) / 2, rel=1e-4)]
 
 
 def test_best_weights_of_each_head_are_those_of_its_best_validation_and_a_run_warns_of_nothing(data_dir, tmp_path):
@@ -176,6 +209,16 @@ def test_an_object_where_a_path_is_due_is_refused_in_one_line_and_help_shows_eve
     text = pydoc.render_doc(heads, renderer=pydoc.plaintext)
     for name in (*heads.__all__, "push_to_hub", "head.calibrated("):
         assert name in text
+
+
+class Monitored(pl.Callback):
+    """Keeps what EarlyStopping would read."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        self.values += [] if trainer.sanity_checking else [float(trainer.callback_metrics["dev/calibrated_kl"])]
 
 
 def left_open(data_dir: Path, run: Path, **heads) -> Config:

@@ -1,0 +1,40 @@
+"""The draft's own signal: the scalar that predicts a head's label without a head: logit q(y), or logit max q before y
+is drawn (`heads.model.inputs.SIGNALS`).
+
+Its prediction is sigmoid(slope z + offset), with two numbers fitted to training responses. The scalar is a logit,
+because log q(y) is bounded by 0: no slope and offset of it reach the acceptance of near-certain tokens. A head is worth
+decoding with only if its KL on dev is lower.
+"""
+
+from collections.abc import Iterable
+
+from heads.batches.features import FEATURE_SETS, of_timing
+from heads.batches.module import FeatureData
+from heads.measures.histogram import Histogram, observe, reach_of
+from heads.measures.scores import fit_logistic
+from heads.model.inputs import SIGNALS
+
+_NUM_RESPONSES = 2048
+"""Training responses that the two numbers are fitted to."""
+
+
+def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Timing -> (slope, offset) of the signal of its heads, fitted to labels without hidden states, batch after batch.
+
+    With `heads.reached`, tokens count as often as verification reaches them. ValueError without drafted tokens.
+    """
+    sums: dict[str, Histogram] = {}
+    for batch in data.training_labels(_NUM_RESPONSES):
+        for timing in timings:
+            features = of_timing(batch, timing)
+            drafts = batch[FEATURE_SETS[timing]]
+            reach = reach_of(drafts.acceptance_prob, drafts.row_lengths)[None] if data.heads.reached else None
+            histogram = observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None], reach)
+            sums[timing] = sums[timing].plus(histogram) if timing in sums else histogram
+    fitted = {}
+    for timing, histogram in sums.items():
+        if not float(histogram.total):
+            raise ValueError(f"train features of {data.data.dir} have no drafted tokens; raise data.num_train")
+        slope, offset = fit_logistic(histogram)
+        fitted[timing] = (float(slope), float(offset))
+    return fitted
