@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any, NoReturn, get_type_hints
@@ -176,7 +176,22 @@ def _arguments(
         for key, value in vars(parsed).items()
         if key.split(".")[0] not in sections
     }
-    return [config_of(parser, parsed)] if has_config else [], flags
+    if not has_config:
+        return [], flags
+    return [replace(config_of(parser, parsed), arguments=_settings_in(argv))], flags
+
+
+def _settings_in(argv: Iterable[str]) -> tuple[str, ...]:
+    """The arguments that set the experiment, without those of the command and of training."""
+    settings: list[str] = []
+    is_setting = False
+    for argument in argv:
+        if argument.startswith("--"):
+            name = argument[2:].partition("=")[0].partition(".")[0]
+            is_setting = name == "config" or name in SECTIONS
+        if is_setting:
+            settings.append(argument)
+    return tuple(settings)
 
 
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"

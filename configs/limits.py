@@ -81,7 +81,9 @@ def refuse_null(schema: Any, section: Any, name: str) -> None:
 def check_limits(config: Config) -> None:
     """Raise ValueError for the first setting that is outside its limit."""
     values = asdict(config)
-    for name, section in get_type_hints(Config).items():
+    sections = get_type_hints(Config)
+    del sections["arguments"]
+    for name, section in sections.items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():
         for number in _leaves(values, name.split(".")):

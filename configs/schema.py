@@ -330,3 +330,5 @@ class Config:
     """Arguments of pytorch_lightning.Trainer; by default max_epochs follows from the data, and devices is 1."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Decoding and evaluation."""
+    arguments: tuple[str, ...] = field(default=(), compare=False)
+    """The part of a command line that gave these settings, such as --config FILE; empty if they were made in Python."""

@@ -47,6 +47,7 @@ class Experiment:
             if config.pair.micro is None:
                 raise ValueError("pair.micro is not set; set pair.micro.path to a third model, smaller than the draft")
         self._config, self.models, self.decode = config, config.pair, config.decode
+        self.arguments = config.arguments
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template

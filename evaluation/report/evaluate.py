@@ -21,11 +21,20 @@ from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
+from evaluation.report.conclusion import Verdict, conclude
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.stale import contradiction
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
-from evaluation.report.verdict import pooled, recommend, sentence_of, write_verdict
+from evaluation.report.verdict import (
+    generate_command,
+    publish_verdict,
+    record_of,
+    sentence_at,
+    tell,
+    together,
+    verdict_sets,
+)
 from evaluation.table import announce, flat, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
@@ -71,14 +80,15 @@ def evaluate(
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory)
         compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
-        verdict = recommend(pooled(list(page.replays.values()), times), experiment)
-        written = [*write_files(page), write_verdict(verdict, directory)]
+        verdict = record_of(_conclude(experiment, page), experiment)
+        written = [*write_files(page), *publish_verdict(verdict, experiment, directory)]
         if sizes:
             written.append(_batched(experiment, page, every_times, sizes))
         written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
-        write_report(page)
+        write_report(page, verdict, command=generate_command(experiment))
         publish({"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))})
-        _tell(page.contests, verdict["sentence"])
+        _tell_others(page, verdict["dataset"])
+        tell(verdict, experiment)
 
 
 def compare_all(
@@ -117,11 +127,24 @@ def compare_all(
         page.replays[dataset], page.contests[dataset] = replays, contests
 
 
-def _tell(contests_of: Mapping[str, Sequence[Contest]], last: str) -> None:
-    for dataset, contests in contests_of.items():
-        for contest in contests[::-1]:  # those at the evaluation's own times last
-            say(f"\n{f'{dataset}. ' * (len(contests_of) > 1)}{sentence_of(contest)}")
-    say(f"\n{last}")
+def _conclude(experiment: Experiment, page: Page) -> Verdict:
+    """The verdict of the training sets at the evaluation's own times; several have one more table, of all prompts."""
+    names = verdict_sets(experiment)
+    if len(names) == 1:
+        return conclude(page.contests[names[0]][0], page.replays[names[0]].arms)
+    contest, arms = together({name: page.replays[name] for name in names}, page.contests[names[0]][0].times)
+    stage_table(contest).print()
+    page.pooled.append(contest)
+    page.records.extend(records_of(contest.results, contest))
+    return conclude(contest, arms)
+
+
+def _tell_others(page: Page, dataset: str) -> None:
+    """Print the sentences of all contests but the verdict's own."""
+    for contest in chain(*page.contests.values()):
+        is_own = contest.dataset == dataset and contest is page.contests[dataset][0]
+        if not is_own:
+            say(f"\n{sentence_at(contest)}")
 
 
 def _batched(experiment: Experiment, page: Page, every_times: Sequence[Times], sizes: Sequence[int]) -> Path:
@@ -153,8 +176,8 @@ def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:
         "results": in_json(page.records),
         "written": written,
         "verdicts": [
-            {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_of(contest)}
-            for contest in chain(*page.contests.values())
+            {"dataset": contest.dataset, "costs": contest.times.title, "verdict": sentence_at(contest)}
+            for contest in chain(page.pooled, *page.contests.values())
         ],
         "stages": in_json(page.stages),
         "batches": page.batches,

@@ -21,7 +21,7 @@ from evaluation.families import family
 from evaluation.figure import Plot
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table, stages_of
-from evaluation.report.verdict import sentence_of
+from evaluation.report.verdict import Record, sentence_at
 from evaluation.table import Table, flat, say
 from store.shards import write_atomic
 
@@ -40,6 +40,8 @@ class Page:
     replays: dict[str, Replays] = field(default_factory=dict)
     contests: dict[str, list[Contest]] = field(default_factory=dict)
     """The contest at each of the evaluation's times, the first of this machine or as given."""
+    pooled: list[Contest] = field(default_factory=list)
+    """The contest over all prompts of several training sets, whose verdict is the evaluation's; empty for one set."""
     records: list[dict[str, Any]] = field(default_factory=list)
     """The rows of results.csv."""
     clocks: list[Report] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Page:
         """The rows of stages.csv."""
         return [
             {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
-            for contest in chain(*self.contests.values())
+            for contest in chain(*self.contests.values(), self.pooled)
             for stage in stages_of(contest)
         ]
 
@@ -117,8 +119,8 @@ def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
     return sorted([first, *others], key=lambda contest: contest.times.ratio)
 
 
-def write_report(page: Page) -> None:
-    """Write report.html, and every plot as a file."""
+def write_report(page: Page, verdict: Record, *, command: str) -> None:
+    """Write report.html, and every plot as a file; `command` runs the policy of the verdict."""
     answers, more_plots, is_several = "", "", len(page.contests) > 1
     for name, contests in page.contests.items():
         plots = [*map(stage_plot, contests), *all_plots(page.replays[name], contests[0])]
@@ -126,15 +128,20 @@ def write_report(page: Page) -> None:
         for plot in plots:
             write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
         first, *others = map(_answer, contests, plots)
-        answers += f"<h2>{escape(name)}</h2>{first}" if is_several else first
+        if is_several:
+            answers += f"<h2>{escape(name)}</h2><p>{_in_html(sentence_at(contests[0]))}</p>"
+        answers += first
         for contest, answer in zip(contests[1:], others, strict=True):
-            answers += f"<details><summary>at {escape(contest.times.title)}</summary>{answer}</details>"
+            sentence = _in_html(sentence_at(contest))
+            title = escape(contest.times.title)
+            answers += f"<details><summary>at {title}</summary><p>{sentence}</p>{answer}</details>"
         more_plots += "".join(map(_figure, plots[len(contests) :]))
     clocks = [
         _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"]))
         for report in page.clocks
     ]
     parts = {
+        "verdict": _verdict(verdict, command) + "".join(_table(stage_table(contest)) for contest in page.pooled),
         "about": escape(page.about),
         "answers": answers,
         **_rankings(page),
@@ -146,9 +153,19 @@ def write_report(page: Page) -> None:
     write_atomic(page.directory / "report.html", template.substitute(parts).encode())
 
 
+def _verdict(verdict: Record, command: str) -> str:
+    """The sentence, the command that runs it, and how sure it is."""
+    notes = "".join(f"<li>{_in_html(note)}</li>" for note in verdict["notes"])
+    notes = f'<ul class="note">{notes}</ul>' if notes else ""
+    return f'<p class="verdict">{_in_html(verdict["sentence"])}</p><pre>{escape(command)}</pre>{notes}'
+
+
+def _in_html(sentence: str) -> str:
+    return escape(sentence).replace(" %", "&nbsp;%")
+
+
 def _answer(contest: Contest, picture: Plot) -> str:
-    sentence = escape(sentence_of(contest)).replace(" %", "&nbsp;%")
-    return f'<p class="verdict">{sentence}</p>{_figure(picture)}{_table(stage_table(contest))}'
+    return f"{_figure(picture)}{_table(stage_table(contest))}"
 
 
 def _rankings(page: Page) -> dict[str, Any]:

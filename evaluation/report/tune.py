@@ -2,20 +2,20 @@
 (law 4.11).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
-from typing import Any
 
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.competitor import CALIBRATED, calibration_text, competitors_with
-from evaluation.contest import Contest, Replays, fastest_on_dev, replay_dataset, result_of
+from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
-from evaluation.report.verdict import pooled, recommend, write_verdict
-from evaluation.table import Table, announce, printing, say
+from evaluation.report.conclusion import conclude, near_best
+from evaluation.report.verdict import Record, publish_verdict, range_record, record_of, tell, verdict_sets
+from evaluation.table import Table, announce, printing
 from evaluation.times import LinearCosts
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
@@ -32,8 +32,8 @@ def tune(config: Config, *, write: bool | None = None, ratio: float | None = Non
 
     Args:
         config: the experiment.
-        write: put `recommended` into every head's config.json, and the verdict into decode.dir; null: yes, unless a
-            `ratio` is given, whose hardware is not this machine.
+        write: put `recommended` into every head's config.json, and the verdict into decode.dir and the model
+            cards; null: yes, unless a `ratio` is given, whose hardware is not this machine.
         ratio: t_target / t_draft of other hardware, instead of the measured times.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
@@ -49,23 +49,23 @@ def tune(config: Config, *, write: bool | None = None, ratio: float | None = Non
         folder.refuse_other()
         times = costs_for(experiment, ratio)
         folder.complete()
-        traces = Splits(*map(join_traces, zip(*map(folder.load, experiment.datasets), strict=True)))
+        names = verdict_sets(experiment)
+        traces = Splits(*map(join_traces, zip(*map(folder.load, names), strict=True)))
         replays = replay_dataset(traces, competitors, perfect_head=False, name="tune")
-        contest = pooled([replays], times)
-        tuned, verdict = tuned_heads(replays, contest), recommend(contest, experiment)
+        contest = hold(replays, times, dataset=" + ".join(names))
+        tuned = tuned_heads(replays, contest)
+        verdict = record_of(conclude(contest, replays.arms), experiment)
+        for row in tuned:
+            row["recommended"]["verdict"] = verdict["sentence"]
         threshold_table(tuned, contest).print()
         if write:
-            announce([*_write(experiment, tuned), write_verdict(verdict, experiment.directory)])
-        say(f"\n{verdict['sentence']}")
-        if write:
-            print(f"next: acceptance-heads generate --config … --prompt …, which takes {verdict['policy']}")
-        else:
-            print("nothing is written; with --write true, generate follows these thresholds and this verdict")
-        rows = [row | {name: row[name]._asdict() for name in ("gain", "auto_gain")} for row in tuned]
+            announce([*_write(experiment, tuned), *publish_verdict(verdict, experiment, experiment.directory)])
+        tell(verdict, experiment, is_written=write)
+        rows = [_in_json(row) for row in tuned]
         publish({"costs": asdict(times), "tuned": rows, "verdict": verdict})
 
 
-def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterator[Path]:
+def _write(experiment: Experiment, tuned: Sequence[Record]) -> Iterator[Path]:
     for row in tuned:
         path = Path(experiment.head_paths[row["head"]])
         if path.is_dir():
@@ -75,7 +75,7 @@ def _write(experiment: Experiment, tuned: Sequence[Mapping[str, Any]]) -> Iterat
             print(f"{path} is on the hub, and nothing is written there: {to_json(row['recommended'])}")
 
 
-def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
+def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
     """Every head at the threshold that dev chose, the best threshold on test, and the rule of law 4.11 with lambda from
     dev and learned online; gains over the best fixed length, on test. The fastest on dev first.
     """
@@ -104,6 +104,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
             "tokens_per_s_on_dev": result.on_dev,
             "tokens_per_s": result.tokens_per_s,
             "gain": result.over(baseline),
+            "within_noise": near_best(result, times),
             "best_tokens_per_s": float(times.tokens_per_s(arm.test).max()),
             "auto_tokens_per_s": ruled.tokens_per_s,
             "auto_gain": ruled.over(baseline),
@@ -115,13 +116,13 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["tokens_per_s_on_dev"])
 
 
-def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Table:
+def threshold_table(tuned: Sequence[Record], contest: Contest) -> Table:
     fixed = contest.baseline.tokens_per_s
     rows = [
         {
             "head": row["head"],
             "what": TIMING_LABELS[row["timing"]],
-            "threshold": f"{row['max_rejection_prob']:.4f}",
+            "threshold": _threshold_cell(row),
             "on": calibration_text(row[CALIBRATED]),
             "predicted gain": row["gain"].words,
             "tokens/s": f"{row['tokens_per_s']:.1f}",
@@ -132,8 +133,23 @@ def threshold_table(tuned: Sequence[Mapping[str, Any]], contest: Contest) -> Tab
     ]
     note = (
         "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, on calibrated or raw "
-        "probabilities, chosen on dev. Gains: on "
+        "probabilities, chosen on dev; below it the range of thresholds that are not slower on dev by more than "
+        "noise. Gains: on "
         f"test, over the best fixed length, {contest.baseline.setting['k']}, predicted from counts and times. auto: "
         "the rule that needs no threshold. Best on dev first"
     )
     return Table(f"thresholds for {contest.times.title}", rows, note, names=2)
+
+
+def _threshold_cell(row: Record) -> str:
+    best = f"{row['max_rejection_prob']:.4f}"
+    if row["within_noise"] is None:
+        return best
+    _, values = row["within_noise"]
+    return f"{best}\n{values[0]:.3f}-{values[-1]:.3f}"
+
+
+def _in_json(row: Record) -> Record:
+    """A row whose records are dicts."""
+    gains = {name: row[name]._asdict() for name in ("gain", "auto_gain")}
+    return {**row, **gains, "within_noise": range_record(row["within_noise"])}

@@ -1,122 +1,277 @@
-"""The sentences of an evaluation, and the verdict: which policy to use here, kept in the run's folder as verdict.json,
-which `generate` follows.
+"""The verdict in words and on disk: the console, report.html, verdict.json, a head's model card and `generate` have the
+same sentence.
 
-Dev chooses one setting of the fixed length, of the policies that need no training, and of the heads. Test judges: the
-best fixed length is recommended unless the best policy without training beats it beyond chance, and either of them
-unless the best head does. `evaluate` and `tune` both end with this verdict. Everything is predicted from counts and
-times (law 4.9).
+The verdict is that of the training sets at the evaluation's own times: of one training set its contest, of several one
+over all their prompts. Transfer sets take no part. Everything is predicted from counts and times (law 4.9).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
-from evaluation.contest import Arm, Contest, Replays, Result, fastest_on_dev
+from evaluation.competitor import Arm
+from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
-from evaluation.gain import Gain, shortage
+from evaluation.gain import MIN_PROMPTS, Splits, prompts_needed, prompts_text
 from evaluation.played import joined
+from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
 from evaluation.report.tables import values_of
-from evaluation.splits import repeated_splits
+from evaluation.table import say
 from evaluation.times import Times
+from evaluation.traces.trace import join_traces
+from heads.model.files import read_head_config
+from heads.model.head import update_config
 from store.shards import write_atomic
 
-
-def sentence_of(contest: Contest) -> str:
-    """The best head, the best policy that needs no training and the best fixed length, each chosen on dev, with their
-    gains; a second sentence where the interval does not show that training pays.
-    """
-    where, free = contest.times.where, contest.leaders[TRAINING_FREE]
-    best, length = contest.leaders.get(HEADS, free), contest.baseline.setting["k"]
-    if best.family == BASELINE:
-        return f"{where}: no policy that needs no training is faster than the best fixed length, {length}."
-    sentence = (
-        f"{where}: {_named(best)}, predicted {contest.gain(best.family).words} over the best fixed length, {length}"
-    )
-    if best is free:
-        return f"{sentence}. It needs no training, and no trained heads are compared with it."
-    lead = contest.gain(best.family, free.family)
-    over = "" if free.family == BASELINE else f", and {lead.words} over {_rival(free.family)}, which needs no training"
-    return f"{sentence}{over}.{doubt_of(lead, free.family, contest.num_prompts)}"
+Record = dict[str, Any]
+"""The verdict as verdict.json has it, or a part of it."""
+_NOUNS = {TRAINING_FREE: "rule without training", HEADS: "head"}
 
 
-def doubt_of(lead: Gain, free_family: str, num_prompts: int) -> str:
-    """What the interval of a head's lead over the best policy without training does not show, in a sentence."""
-    if lead.low is None:
-        return f" {shortage(lead, num_prompts)}."
-    if lead.is_below_noise:
-        return f" No trained head is faster here: use {_rival(free_family)}."
-    if lead.is_above_noise:
+def sentence_of(verdict: Verdict) -> str:
+    """Which policy to use, and why."""
+    if not verdict.is_decided:
+        return _too_few(verdict)
+    return f"Use {named(verdict.winner)}: {'; '.join(_reasons(verdict))}."
+
+
+def sentence_at(contest: Contest) -> str:
+    """The verdict of a contest that is not the evaluation's own: of other times, or of another dataset."""
+    sentence = sentence_of(conclude(contest))
+    where = contest.times.where
+    return f"On {contest.dataset}, {where[0].lower()}{where[1:]}: {sentence[0].lower()}{sentence[1:]}"
+
+
+def _reasons(verdict: Verdict) -> Iterator[str]:
+    """What simpler policies the recommended one beats; then why nothing more complex is recommended."""
+    groups = list(verdict.candidates)
+    simpler = groups[: groups.index(verdict.group)]
+    beaten = [group for group in simpler if verdict.beats(verdict.group, group)]
+    if beaten:
+        leads = [_over(verdict, verdict.group, rival) for rival in beaten]
+        yield " and ".join(leads) + _stability(verdict, beaten)
+    for group in groups[len(simpler) + 1 :]:
+        yield _shortcoming(verdict, group)
+    if HEADS not in groups:
+        yield "no head takes part (`acceptance-heads train` and `export` make heads)"
+
+
+def _over(verdict: Verdict, group: str, rival: str) -> str:
+    return f"{verdict.gain(group, rival).words} over {named(verdict.candidates[rival])}"
+
+
+def _lead(verdict: Verdict, group: str, rival: str) -> str:
+    names = [named(verdict.candidates[name]) for name in (group, rival)]
+    return f"the {verdict.gain(group, rival).words} of {names[0]} over {names[1]}"
+
+
+def _stability(verdict: Verdict, beaten: list[str]) -> str:
+    """In how many repeated splits the recommended policy is ahead of each policy that it beats, at least."""
+    if verdict.contest.splits is None:
         return ""
-    rival = "the best fixed length" if free_family == BASELINE else _rival(free_family)
+    share = min(verdict.share_ahead(verdict.group, rival) for rival in beaten)
+    return f", ahead in {share:.0%} of the repeated splits"
+
+
+def _shortcoming(verdict: Verdict, group: str) -> str:
+    """Why a candidate is not recommended although it is more complex than the one that is."""
+    name = named(verdict.candidates[group])
+    gain = verdict.gain(group, verdict.group)
+    is_over_fixed = verdict.group != BASELINE and verdict.beats(group, BASELINE)
+    if is_over_fixed and not verdict.beats(verdict.group, BASELINE):
+        fixed = named(verdict.candidates[BASELINE])
+        words = verdict.gain(group, BASELINE).words
+        return f"{name} beats {fixed}, {words}, but not this rule by more than noise, {gain.words}"
+    if gain.value <= 0:
+        return f"no {_NOUNS[group]} is faster, {gain.words} for {name}"
+    if not gain.is_above_noise:
+        return f"no {_NOUNS[group]} is faster by more than noise, {gain.words} for {name}"
+    share = verdict.share_ahead(group, verdict.group)
+    if share < MIN_SHARE_AHEAD:
+        return f"{name} is faster, {gain.words}, but in only {share:.0%} of the repeated splits"
+    return f"{name} is faster, {gain.words}, but does not beat every simpler policy"
+
+
+def _too_few(verdict: Verdict) -> str:
+    """That there is no verdict, how many prompts one needs, and what to use until then."""
+    num_prompts = verdict.contest.num_prompts
+    group = list(verdict.candidates)[-1]
+    gain = verdict.gain(group, BASELINE)
+    needed = prompts_needed(gain, num_prompts)
+    remedy = f"a verdict needs at least {MIN_PROMPTS}"
+    if group != BASELINE and needed is not None:
+        remedy += f", and {prompts_text(needed)} would settle {_lead(verdict, group, BASELINE)}"
+    count = "1 test prompt is" if num_prompts == 1 else f"{num_prompts} test prompts are"
     return (
-        f" With {num_prompts} test prompts this difference could be chance, and {rival} may be as fast; raise "
-        "decode.num_test to settle it."
+        f"No verdict: {count} too few; {remedy} (raise decode.num_test). Until then use {named(verdict.winner)}, the "
+        "fastest on dev."
     )
 
 
-def _rival(rival: str) -> str:
-    name = family(rival).label
-    return f"the {name}" if name[0].islower() else name
+def notes_of(verdict: Verdict) -> list[str]:
+    """How sure the choice of the setting and of the head is, and what would settle a difference within noise."""
+    notes = []
+    if verdict.near_best is not None:
+        notes.append(f"On dev, {range_text(verdict.near_best)} is within noise of the best setting.")
+    if verdict.head_shares:
+        (first, share), *others = verdict.head_shares.items()
+        note = f"Of {NUM_RESAMPLES} resampled dev sets, {share:.0%} choose head {first}"
+        if others:
+            note += f" and {others[0][1]:.0%} choose {others[0][0]}"
+        notes.append(f"{note}.")
+    if verdict.is_decided:
+        notes += _unsettled(verdict)
+    return notes
 
 
-def _named(result: Result) -> str:
+def _unsettled(verdict: Verdict) -> Iterator[str]:
+    for group in verdict.candidates:
+        gain = verdict.gain(group, verdict.group)
+        needed = prompts_needed(gain, verdict.contest.num_prompts)
+        if group != verdict.group and gain.value > 0 and not gain.is_above_noise and needed is not None:
+            lead = _lead(verdict, group, verdict.group)
+            yield f"{prompts_text(needed).capitalize()} test prompts would settle {lead} (decode.num_test)."
+
+
+def range_text(near: Range) -> str:
+    """A range of settings: max_rejection_prob from 0.62 to 0.81."""
+    parameter, values = near
+    if len(values) == 1:
+        return f"no other {parameter} than {values[0]:.3g}"
+    return f"{parameter} from {values[0]:.3g} to {values[-1]:.3g}"
+
+
+def range_record(near: Range | None) -> Record | None:
+    """A range of settings in JSON."""
+    if near is None:
+        return None
+    parameter, values = near
+    return {"parameter": parameter, "low": values[0], "high": values[-1], "num_values": len(values)}
+
+
+def named(result: Result) -> str:
+    """A policy with its setting, in a sentence."""
     values = values_of(result.setting)
     if result.family == BASELINE:
         return f"fixed length {values}" if result.setting["k"] else "no draft (fixed length 0)"
-    name = f"head {head}" if (head := result.competitor.head) else family(result.family).label
+    name = f"head {result.competitor.head}" if result.competitor.head else family(result.family).label
     return f"{name} at {values}" if values else name
 
 
-def recommend(contest: Contest, experiment: Experiment) -> dict[str, Any]:
+def spec_of(result: Result, experiment: Experiment) -> str | None:
+    """The policy as `--policy` takes it; None for a head that is in no directory, calibrated for a trace alone."""
+    name = result.competitor.name
+    parts = []
+    if result.competitor.head:
+        path = experiment.head_paths.get(result.competitor.head)
+        if path is None:
+            return None
+        name = "head"
+        parts.append(path)
+    for key, value in result.setting.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        parts.append(f"{key}={text}")
+    return f"{name}:{','.join(parts)}".removesuffix(":")
+
+
+def record_of(verdict: Verdict, experiment: Experiment) -> Record:
     """The verdict as verdict.json has it."""
-    leaders, best = contest.leaders, BASELINE
-    reasons = [] if HEADS in leaders else ["no head takes part (`acceptance-heads train` and `export` make heads)"]
-    for group in (TRAINING_FREE, HEADS):
-        if group not in leaders or leaders[group].family == BASELINE:
-            continue
-        lead = contest.gain(leaders[group].family, leaders[best].family)
-        if lead.low is None:
-            reasons.append(shortage(lead, contest.num_prompts))
-            break
-        if lead.is_above_noise:
-            reasons = [f"{lead.words} over {_named(leaders[best])}", *reasons[: HEADS not in leaders]]
-            best = group
-        elif group == HEADS:
-            reasons.append(f"no head beats it {'here' if lead.value <= 0 else 'beyond chance'}, {lead.words}")
-    result = leaders[best]
-    gain, path = contest.gain(result.family), experiment.head_paths.get(result.competitor.head)
-    name = "head" if result.competitor.head else result.competitor.name
-    values = [
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in result.setting.items()
-    ]
-    spec = f"{name}:{','.join([*([path] if path else []), *values])}".removesuffix(":")
-    over = f"{gain.words} over the best fixed length" if best != BASELINE else "as the best fixed length"
+    contest = verdict.contest
+    sentence = sentence_of(verdict)
+    used = verdict.winner
+    policy = spec_of(used, experiment)
+    if policy is None:
+        used = verdict.candidates.get(TRAINING_FREE, contest.baseline)
+        policy = spec_of(used, experiment)
+        sentence += f" It was calibrated on this trace and is in no directory, so `generate` uses {named(used)}."
+    gain = contest.gain(used.family)
+    over = "as the best fixed length" if used.family == BASELINE else f"{gain.words} over the best fixed length"
+    speed_up = used.tokens_per_s * contest.times.t_target_s[0]
+    candidates = [_candidate(verdict, group, experiment) for group in verdict.candidates]
     return {
-        "sentence": f"Use {_named(result)}: {'; '.join(reasons)}.",
-        # a head that was calibrated for this trace alone is in no directory
-        "policy": spec if best != HEADS or path else None,
-        "head": path,
-        "speed": f"predicted {result.tokens_per_s * contest.times.t_target_s[0]:.2f} times as fast as the target alone,"
-        f" {over}, {contest.baseline.setting['k']}",
+        "sentence": sentence,
+        "policy": policy,
+        "head": experiment.head_paths.get(used.competitor.head),
+        "speed": f"predicted {speed_up:.2f} times as fast as the target alone, {over}, {contest.baseline.setting['k']}",
         "gain": gain._asdict(),
+        "notes": notes_of(verdict),
+        "is_decided": verdict.is_decided,
+        "dataset": contest.dataset,
+        "num_prompts": contest.num_prompts,
+        "candidates": candidates,
+        "within_noise": range_record(verdict.near_best),
+        "resampled_heads": dict(verdict.head_shares),
         "costs": contest.times.title,
         "of": experiment.identity,
     }
 
 
-def pooled(every: Sequence[Replays], times: Times) -> Contest:
-    """The contest over the prompts of all datasets together, whose competitors are the same."""
-    arms = [
-        Arm(arms[0].competitor, joined([arm.dev for arm in arms]), joined([arm.test for arm in arms]))
-        for arms in zip(*(replays.arms for replays in every), strict=True)
-    ]
-    return Contest("", times, fastest_on_dev(arms, times), repeated_splits(arms, times))
+def _candidate(verdict: Verdict, group: str, experiment: Experiment) -> Record:
+    result = verdict.candidates[group]
+    return {
+        "policy": spec_of(result, experiment),
+        "name": named(result),
+        "gain": verdict.gain(group, BASELINE)._asdict(),
+        "beats": [rival for rival in verdict.candidates if verdict.beats(group, rival)],
+    }
 
 
-def write_verdict(verdict: Mapping[str, Any], directory: Path) -> Path:
-    """Write verdict.json; its path."""
-    write_atomic(directory / VERDICT, json.dumps(verdict, indent=1).encode())
-    return directory / VERDICT
+def verdict_sets(experiment: Experiment) -> list[str]:
+    """The datasets of the verdict: the training sets that are evaluated, or else the first dataset."""
+    names = list(experiment.datasets)
+    return [name for name in names if experiment.is_training_set(name)] or names[:1]
+
+
+def together(parts: Mapping[str, Replays], times: Times) -> tuple[Contest, list[Arm]]:
+    """The contest over the prompts of several datasets, and its arms; the competitors are the same on all."""
+    arms = pooled([replays.arms for replays in parts.values()])
+    dev = join_traces([replays.traces.dev for replays in parts.values()])
+    test = join_traces([replays.traces.test for replays in parts.values()])
+    return hold(Replays(Splits(dev, test), arms), times, dataset=" + ".join(parts)), arms
+
+
+def pooled(every: Sequence[Sequence[Arm]]) -> list[Arm]:
+    """The arms of several datasets, which have the same competitors, as arms over all their prompts."""
+    arms = []
+    for members in zip(*every, strict=True):
+        dev = joined([arm.dev for arm in members])
+        test = joined([arm.test for arm in members])
+        arms.append(Arm(members[0].competitor, dev, test))
+    return arms
+
+
+def publish_verdict(record: Record, experiment: Experiment, directory: Path) -> list[Path]:
+    """Write verdict.json into a directory, and the sentence into the model cards of the heads; the paths. Heads on the
+    hub, and heads that a published record brings along, keep their cards.
+    """
+    path = directory / VERDICT
+    write_atomic(path, json.dumps(record, indent=1, allow_nan=False).encode())
+    written = [path]
+    heads = {} if experiment.decode.as_recorded else experiment.head_paths
+    for head in map(Path, heads.values()):
+        if head.is_dir():
+            recommended = read_head_config(head / "config.json").get("recommended", {})
+            update_config(head, recommended=recommended | {"verdict": record["sentence"]})
+            written.append(head / "README.md")
+    return written
+
+
+def tell(record: Record, experiment: Experiment, *, is_written: bool = True) -> None:
+    """Print the verdict: how sure it is, the sentence, and the command that runs it, if `generate` can find it."""
+    if record["notes"]:
+        say("\n" + "\n".join(record["notes"]))
+    say(f"\n{record['sentence']}")
+    if is_written:
+        print(f"next: {generate_command(experiment)}, which takes {record['policy']}")
+    else:
+        print("nothing is written; with --write true, generate follows these thresholds and this verdict")
+
+
+def generate_command(experiment: Experiment) -> str:
+    """The command that runs the verdict's policy."""
+    arguments = shlex.join(experiment.arguments) if experiment.arguments else "--config …"
+    return f"acceptance-heads generate {arguments} --prompt …"

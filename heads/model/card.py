@@ -11,7 +11,7 @@ from heads.model.inputs import Inputs
 from lm.signals import SCALARS
 
 _TEXT = Path(__file__).with_name("card.jinja")
-_SECTIONS = ("front_matter", "summary", "usage", "trained_on", "measured", "threshold")
+_SECTIONS = ("front_matter", "summary", "verdict", "usage", "trained_on", "measured", "threshold")
 
 
 def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
@@ -21,11 +21,12 @@ def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
 
 
 def description(config: dict[str, Any], *, num_parameters: int) -> str:
-    """The card's sections for a terminal: summary, metrics, threshold, training data."""
+    """The card's sections for a terminal: summary, metrics, threshold, verdict, training data."""
     none_yet = "## Recommended threshold\n\nnone yet; run `acceptance-heads tune` to choose one"
     sections = _sections(config, num_parameters)
     sections["threshold"] = sections["threshold"] or none_yet
-    return "\n\n".join(sections[name] for name in ("summary", "measured", "threshold", "trained_on") if sections[name])
+    shown = ("summary", "measured", "threshold", "verdict", "trained_on")
+    return "\n\n".join(sections[name] for name in shown if sections[name])
 
 
 def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:

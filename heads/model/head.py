@@ -303,8 +303,9 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:
-    """Change keys of a saved head's config.json, as `tune` does with `recommended`."""
+    """Change keys of a saved head's config.json, as `tune` does with `recommended`, and write its model card again."""
     path = Path(directory) / "config.json"
     config = read_head_config(path) | changes
-    Provenance.from_dict(config)
+    head = AcceptanceHead.from_config(config)
     write_head_config(path, config)
+    write_atomic(path.with_name("README.md"), str(head.generate_model_card()).encode())

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,13 @@ from evaluation.report import page as page_module
 from evaluation.report.page import Page, write_report
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
-from evaluation.report.verdict import sentence_of
+from evaluation.report.verdict import sentence_at
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+SENTENCE = "Use fixed length 5: no head is faster, -1.0 % (-2.0, -0.3) for a < b."
+VERDICT = {"sentence": SENTENCE, "notes": ["One.", "Two."]}
+COMMAND = "acceptance-heads generate --config configs/tiny.yaml --prompt …"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,7 @@ def clocked(contest):
 def page(contest, replays, clocked, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
     of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}, "clocks": [clocked]}
-    write_report(Page(about="a < b", directory=directory, **of_set))
+    write_report(Page(about="a < b", directory=directory, **of_set), VERDICT, command=COMMAND)
     return directory / "report.html"
 
 
@@ -50,7 +55,11 @@ def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_th
     assert "a &lt; b" in text
     assert not re.search(r"\$(?!\{)[a-z]", text)
     assert Path(page_module.__file__).with_suffix(".html").read_text().count("\n") < 120, "no cost model"
-    assert html.escape(sentence_of(contest)).replace(" %", "&nbsp;%") in text
+    shown = text.split("<main>")[1]
+    first, command, *notes = re.findall(r"<(?:p|pre|li)[^>]*>(.*?)</(?:p|pre|li)>", shown)[:4]
+    assert html.unescape(first).replace("\xa0", " ") == SENTENCE
+    assert html.unescape(command) == COMMAND
+    assert notes == VERDICT["notes"]
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
     assert cells(text.split("<main>")[1].split("</table>")[0]) == stage_table(contest).cells
 
@@ -77,13 +86,18 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
 
 
 def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
-    contests, of_sets = {name: [contest] for name in ("one", "two")}, dict.fromkeys(("one", "two"), replays)
-    write_report(Page(about="", directory=tmp_path, contests=contests, replays=of_sets))
+    contests = {name: [replace(contest, dataset=name)] for name in ("one", "two")}
+    of_sets = dict.fromkeys(contests, replays)
+    write_report(Page(about="", directory=tmp_path, contests=contests, replays=of_sets), VERDICT, command=COMMAND)
     names = {plot.name for plot in (stage_plot(contest), *all_plots(replays, contest))}
     assert {"gain-here", "draft_lengths", "reliability", "thresholds-1"} <= names
     files = {f"{plot}-{name}.svg" for plot in names for name in contests}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == files
-    assert "<figcaption>one: Draft lengths" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "report.html").read_text()
+    assert "<figcaption>one: Draft lengths" in text
+    for name in contests:
+        sentence = html.escape(sentence_at(contests[name][0])).replace(" %", "&nbsp;%")
+        assert f"<h2>{name}</h2><p>{sentence}</p>" in text
 
 
 @pytest.mark.browser

@@ -12,9 +12,10 @@ from decode.policies import HeadPolicy
 from decode.policies.registry import LOGISTIC, parse_policy
 from evaluation.competitor import competitors_of, label_of
 from evaluation.contest import Contest, fastest_on_dev, replay_arms
+from evaluation.report.conclusion import conclude
 from evaluation.report.plots import thresholds
 from evaluation.report.tables import values_of
-from evaluation.report.verdict import recommend
+from evaluation.report.verdict import record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
@@ -75,7 +76,7 @@ def test_tables_plots_and_the_verdict_name_the_probability_and_the_verdict_decod
     head = contest.results["head_drawn"]
     winning = replace(head, throughput=head.throughput._replace(seconds=head.throughput.seconds / 100), on_dev=1e9)
     contest = replace(contest, results=contest.results | {"head_drawn": winning})
-    verdict = recommend(contest, Experiment(Config(pair=pair, **dirs)))
+    verdict = record_of(conclude(contest), Experiment(Config(pair=pair, **dirs)))
     assert f"head drawn at {head.setting['max_rejection_prob']:.3g}, calibrated" in verdict["sentence"]
     policy = parse_policy(verdict["policy"])
     assert (policy.max_rejection_prob, policy.is_calibrated) == (head.setting["max_rejection_prob"], True)
