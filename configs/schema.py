@@ -167,7 +167,8 @@ class DataConfig:
     source: Literal["transformers", "server", "file"] = "transformers"
     """Where responses come from: the target in this process, a completions server, or an existing file."""
     responses: str | None = None
-    """The file of `source: file`: JSONL with id, response (text) or response_ids, optionally turn and finish_reason."""
+    """The file of `source: file`: JSONL with id, response (text) or response_ids, optionally turn and finish_reason.
+    The target generates the responses that it lacks."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """The server of `source: server` and `labels: server`."""
     labels: Literal["target", "server"] = "target"

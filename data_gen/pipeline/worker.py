@@ -133,16 +133,14 @@ class Worker:
         if self._asks and data.source == "server":
             self.source = self._server
         elif self._asks and data.source == "file":
-            self.source = ResponseFile(str(data.responses), self._spelling, max_new_tokens=data.max_new_tokens)
-        elif self._asks:
-            self.source = TargetInProcess(
-                models["target"],
-                **common,
-                eos_ids=self._spelling.eos_ids,
+            self.source = ResponseFile(
+                str(data.responses),
+                self._spelling,
                 max_new_tokens=data.max_new_tokens,
-                batch_size=data.batch_size,
-                keeps_states="draft" in models,
+                make_generator=self._target_in_process if self._may_generate else None,
             )
+        elif self._asks:
+            self.source = self._target_in_process()
         common |= {"target": models.get("target"), "chunk_mb": data.chunk_mb}
         common["feature_dtype"] = getattr(torch, data.feature_dtype)
         self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **common)
@@ -151,6 +149,29 @@ class Worker:
             eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
             common |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
             self.chains = ChainLabeller(draft=self._feature_draft, **common)
+
+    @property
+    def _may_generate(self) -> bool:
+        """Whether this process may load the target for prompts without a response in the file."""
+        job = self.job
+        return job.data.labels == "target" and ("target" in job.models or not sliced_models(job.pair))
+
+    def _target_in_process(self) -> TargetInProcess:
+        """The target as a source of responses, loaded now if the stage has needed none so far."""
+        if "target" not in self._models:
+            self._models["target"] = load_model(self.job.pair.target)
+            self._vocab_size = vocab_size_of(self.tokenizer, self._models["target"].config)
+            check_width(self._models["target"], self._vocab_size, "target")
+            check_outputs(self._models["target"], self._vocab_size, "target")
+        return TargetInProcess(
+            self._models["target"],
+            self._sampling,
+            vocab_size=self._vocab_size,
+            eos_ids=self._spelling.eos_ids,
+            max_new_tokens=self.data.max_new_tokens,
+            batch_size=self.data.batch_size,
+            keeps_states="draft" in self._models,
+        )
 
     def with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress

@@ -13,7 +13,7 @@ A line may also have "finish_reason": "stop" | "length", and "prompt_ids", which
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data_gen.prompts.files import json_lines
-from data_gen.prompts.prompt import is_text
-from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request
+from data_gen.prompts.prompt import is_text, say_once
+from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request, ResponseSource
 from lm import vocab_size_of
 
 
@@ -92,11 +92,19 @@ class Spelling:
 class ResponseFile:
     """Looks responses up by row id; the records of the file stay in memory, as text."""
 
-    def __init__(self, path: str, spelling: Spelling, *, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        spelling: Spelling,
+        *,
+        max_new_tokens: int,
+        make_generator: Callable[[], ResponseSource] | None = None,
+    ) -> None:
         """Check every line of the file; ValueError for a malformed one, or two responses to one prompt, with file and
-        line number.
+        line number. `make_generator` returns the source of responses that the file lacks; None: they are errors.
         """
         self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
+        self._make_generator = make_generator
         self._records: dict[str, list[str]] = {}
         lines: dict[tuple[str, str], tuple[str, str]] = {}
         for where, record in json_lines(path):
@@ -110,9 +118,17 @@ class ResponseFile:
                 self._records.setdefault(name, []).append(text)
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
-        """The file's response to each request; a `Problem` if it is missing, too long or malformed."""
+        """The file's response to each request, or a generated one; a `Problem` if it is missing or invalid."""
         answers: list[Exchange | Problem] = []
+        lacking = [request for request in requests if request.id not in self._records]
+        generated: dict[str, Exchange | Problem] = {}
+        if lacking and self._make_generator is not None:
+            say_once(f"{self.path} lacks responses to some prompts; the target generates them")
+            generated = {answer.id: answer for answer in self._make_generator().respond(lacking, seed, progress)}
         for request in requests:
+            if request.id in generated:
+                answers.append(generated[request.id])
+                continue
             try:
                 answers.append(self._answer(request))
             except RefusedError as error:
@@ -122,7 +138,9 @@ class ResponseFile:
 
     def _answer(self, request: Request) -> Exchange | Problem:
         if request.id not in self._records:
-            raise RefusedError(f"no response in {self.path}")
+            raise RefusedError(
+                f"no response in {self.path}; add it, or let the target generate it (data.labels: target)"
+            )
         records = [json.loads(text) for text in self._records[request.id]]
         # prompts of two splits or sets may have the same id
         records = [one for one in records if one.get("prompt_ids", request.prompt_ids) == request.prompt_ids]

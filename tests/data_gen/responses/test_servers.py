@@ -387,5 +387,11 @@ def test_a_file_of_responses_is_used_as_it_is(toy_config, tmp_path, tokenizer):
     assert rows["p9"]["response_ids"] == [50, 51]
     assert (rows["p9"]["finish_reason"], rows["p10"]["finish_reason"]) == ("length", "stop")
     assert rows["p1"]["response_ids"] == [*tokenizer("text").input_ids, 1]
-    assert "no response in" in reasons["p0"]
     assert "data.max_new_tokens is 10" in reasons["p11"]
+    assert list(reasons) == ["p11"], "the target generates a response to p0, which the file lacks"
+    apart = with_data(config, mode="sequential", dir=config.data.dir + "-apart")
+    make(apart)
+    assert {name: row["response_ids"] for name, row in all_rows(apart).items()} == {
+        name: row["response_ids"] for name, row in rows.items()
+    }
+    assert len(rows["p0"]["response_ids"]) == 10 or rows["p0"]["response_ids"][-1] == 1
