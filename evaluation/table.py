@@ -100,7 +100,7 @@ def printing(json: bool) -> Iterator[Callable[[Any], None]]:
     with redirect_stdout(sys.stderr) if json else nullcontext():
         yield documents.append
     if json:
-        print(*map(dumps, documents))
+        print(*(dumps(document, allow_nan=False) for document in documents))
 
 
 def announce(paths: Iterable[Path]) -> list[str]:

@@ -17,7 +17,7 @@ from evaluation.gain import (
     prompts_needed,
     shortage,
 )
-from evaluation.table import Table, crossed, flat, shown
+from evaluation.table import Table, crossed, flat, printing, shown
 from evaluation.times import TimeErrors, Times
 
 
@@ -135,3 +135,11 @@ def test_a_table_prints_every_cell_under_its_heading_and_what_is_absent_as_nothi
     assert rows == [{"policy": "a", "N": "1,234", "speed-up": ""}]
     rows = crossed("policy", [("b", "batch 1", "x"), ("b", "batch 4", "y"), ("a", "batch 4", "z")])
     assert rows == [{"policy": "b", "batch 1": "x", "batch 4": "y"}, {"policy": "a", "batch 4": "z"}]
+
+
+def test_what_is_published_is_json_in_which_a_missing_end_is_null(capsys):
+    with printing(json=True) as publish:
+        publish(Gain(0.25, None, None, 0.1)._asdict())
+    assert json.loads(capsys.readouterr().out)["low"] is None
+    with pytest.raises(ValueError, match="not JSON compliant"), printing(json=True) as publish:
+        publish({"low": float("nan")})
