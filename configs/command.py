@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
+from io import TextIOWrapper
 from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -122,7 +123,12 @@ def run(
 
 @contextmanager
 def ending_in_one_line() -> Iterator[None]:
-    """End the process with a line and an exit code for a user's error, Ctrl-C, or a closed pipe."""
+    """End the process with a line and an exit code for a user's error, Ctrl-C, or a closed pipe. Characters that the
+    terminal's encoding lacks are printed as ?.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         yield
     except BrokenPipeError:  # `| head` closed the pipe; discard what is still buffered

@@ -12,7 +12,7 @@ from configs.paths import local_path
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from configs.shipped import with_shipped_models
 from data_gen.pipeline.command import make
-from data_gen.prompts.prompt import prompt_of
+from data_gen.prompts.prompt import is_text, prompt_of
 from store.shards import atomic_directory, write_atomic
 
 _SHARE, _PROMPTS = 0.1, "prompts.jsonl"
@@ -85,7 +85,8 @@ def _line(prompt: Any, index: int) -> str:
     record = dict(record) if isinstance(record, Mapping) else {"messages": record}
     try:
         prompt_of(record, default_id=str(index))
-        return json.dumps(record, ensure_ascii=False)
+        line = json.dumps(record, ensure_ascii=False)
+        return line if is_text(line) else json.dumps(record)  # half a character: `data` names the prompt
     except (ValueError, TypeError) as error:
         raise ValueError(f"prompts[{index}]: {error}") from error
 
@@ -98,6 +99,8 @@ def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -
         return ModelSource(path=str(model))
     if not hasattr(model, "save_pretrained"):
         raise ValueError(f"the {path.name} is of {type(model)}; give a directory, a hub id or a model of transformers")
+    if hasattr(model, "merge_and_unload"):
+        raise ValueError(f"the {path.name} is a model with an adapter; pass its merge_and_unload() instead")
     if tokenizer is None:
         raise ValueError(f"the {path.name} is a {type(model).__name__}; give its tokenizer too: tokenizer=…")
     path.parent.mkdir(parents=True, exist_ok=True)

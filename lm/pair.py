@@ -27,6 +27,7 @@ from configs.schema import ModelSource, PairConfig
 from lm.features.base import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
+from lm.folders import refuse_no_model
 from lm.forwards import eos_ids_of, num_logits_of
 from lm.parallel import refuse_sliced, slicing_of
 
@@ -123,8 +124,7 @@ def _needs_target(kind: str) -> str:
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer of a model."""
-    if Path(source.path).is_dir() and not Path(source.path, "config.json").is_file():
-        raise FileNotFoundError(f"{source.path} is a directory without config.json: no model is there; check the path")
+    refuse_no_model(source.path)
     with _reading(source, "tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(source.path, **repository_of(source))
 
@@ -135,6 +135,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     that lack tensors or cannot be read, too little memory, or settings that model or machine do not support.
     """
     settings = _settings_of(source, device=device)
+    refuse_no_model(source.path)
     with _reading(source, "config.json or weights"):
         settings |= repository_of(source) | {"use_safetensors": True, "output_loading_info": True}
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **settings)
@@ -281,6 +282,8 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
         )
     if isinstance(error, ImportError):
         return ValueError(f"{path} needs a package that is not installed: {cause}")
+    if isinstance(error, OSError) and Path(path).is_dir():  # a shard is missing, or a file cannot be read
+        return FileNotFoundError(f"the {part} of {path} cannot be read: {cause}; fetch or copy the model again")
     if isinstance(error, OSError):
         return FileNotFoundError(
             f"no model with safetensors weights at {path!r} (revision {source.revision or 'main'}): neither a local "

@@ -12,7 +12,6 @@ token that the server generates after it: one forward, as in this process.
 
 import asyncio
 import json
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import openai
 from tqdm import tqdm
 
 from configs.schema import ServerConfig
+from data_gen.responses.connection import client_of, key_for, proxy_of
 from data_gen.responses.exchange import (
     Answers,
     Distributions,
@@ -45,7 +45,6 @@ from lm.draws import seed_of
 Result = TypeVar("Result")
 _REFUSING, _FAILING = (400, 422, 500), 500
 """Statuses that concern one request; those above the last concern the server."""
-_OFFICIAL = "https://api.openai.com/"
 _NUM_SEEDS = _NUM_IDS = 2**31
 """Servers accept seeds of 31 bits."""
 _REMEDY = (
@@ -63,25 +62,13 @@ class GoneError(ValueError):
     """A server does not answer, after the client library's retries: refused connections, time-outs, 502 to 504."""
 
 
-def _key_for(url: str, variable: str | None) -> str:
-    """The API key for a server: of the named variable; by default OPENAI_API_KEY, for the official address only."""
-    if variable is None:
-        return os.environ.get("OPENAI_API_KEY", "none") if url.startswith(_OFFICIAL) else "none"
-    if variable not in os.environ:
-        raise ValueError(
-            f"data.server.api_key_variable is {variable}, but that environment variable is not set; set it"
-        )
-    return os.environ[variable]
-
-
 class Servers:
     """The servers of data.server, and the event loop of their requests."""
 
     def __init__(self, config: ServerConfig, *, model: str) -> None:
         self.config, self.model = config, model
-        settings: dict[str, Any] = {"max_retries": config.max_retries, "timeout": config.timeout_s}
-        keys = {url: _key_for(url, config.api_key_variable) for url in config.urls}
-        self._clients = {url: openai.AsyncOpenAI(base_url=url, api_key=keys[url], **settings) for url in config.urls}
+        keys = {url: key_for(url, config.api_key_variable) for url in config.urls}
+        self._clients = {url: client_of(url, keys[url], config) for url in config.urls}
         self._live = set(config.urls)
         self._end = ""
         """Why no server is left."""
@@ -157,8 +144,8 @@ class Servers:
             raise kind(f"{url} answers {status} for model {self.model!r}: {error.message}") from error
         except openai.APIConnectionError as error:
             raise GoneError(
-                f"{url} does not answer after {self.config.max_retries} retries ({error}); start the server or raise "
-                "data.server.timeout_s, then run the same command again, which keeps the finished shards"
+                f"{url} does not answer after {self.config.max_retries} retries ({error}{proxy_of(url)}); start "
+                "the server or raise data.server.timeout_s, then run the command again, which keeps the finished shards"
             ) from error
         except (openai.APIError, ValueError) as error:  # a ValueError: not JSON or not UTF-8
             text = getattr(error, "doc", None) or error

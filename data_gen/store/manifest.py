@@ -34,6 +34,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from configs.schema import DataConfig, ModelSource, PairConfig
 from lm.draws import GENERATOR
 from lm.features.released import MTP, commit_of, released_layout_of, width_of, without_mtp
+from lm.folders import refuse_no_model
 from lm.pair import repository_of
 from store.json_files import read_json
 from store.shards import sha256_of, write_atomic
@@ -60,6 +61,7 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
             config = AutoConfig.from_pretrained(source.path, **repository_of(source))
             commit, width = getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
     except OSError as error:
+        refuse_no_model(source.path)
         raise FileNotFoundError(
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
         ) from error
@@ -94,7 +96,9 @@ def _weights(folder: Path) -> str:
     """The hash of all weights; that of a large file is cached under its path, size and modification time."""
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
     names = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "acceptance-heads", "sha256.json")
+    # expanduser returns "~" as it is where no home directory is known, as in some containers: then nothing is cached
+    home = os.path.expanduser("~")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"), "acceptance-heads", "sha256.json")
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
         known = dict(json.loads(cache.read_text()))
@@ -104,7 +108,7 @@ def _weights(folder: Path) -> str:
         print(f"{folder}: hashing {num_bytes / 1e9:,.0f} GB of weights (only once)", file=sys.stderr, flush=True)
     with ThreadPoolExecutor() as pool:
         known |= zip(new, pool.map(sha256_of, new.values()), strict=True)
-    if any(path.stat().st_size >= _LARGE_BYTES for path in new.values()):
+    if cache.is_absolute() and any(path.stat().st_size >= _LARGE_BYTES for path in new.values()):
         with suppress(OSError, ValueError):  # the cache cannot be written: hash again next time
             write_atomic(cache, json.dumps(known, indent=0).encode())
     lines = [f"{path.name} {known[name]}" for path, name in zip(paths, names, strict=True)]

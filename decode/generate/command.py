@@ -108,6 +108,10 @@ def _rounds(
     drafter = models.drafter(policy, None if tree is None else SHAPES[tree])
     decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)
     conversation, replies = (Prompt("prompt", (prompt,)), []) if isinstance(prompt, str) else conversation_of(prompt)
+    if not conversation.is_text:
+        raise ValueError(
+            f"the prompt {prompt!r:.80} has half a character (a byte that is not UTF-8); encode it as UTF-8"
+        )
     prompt_ids = encode(conversation, pair.tokenizer, experiment.template, replies)
     limit = decode.max_new_tokens if max_new_tokens is None else max_new_tokens
     return decoder.stream(prompt_ids, limit, generator=torch.Generator().manual_seed(decode.seed))

@@ -4,11 +4,13 @@
 """
 
 import json
+import re
 import timeit
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from shlex import quote
 from textwrap import wrap
 from typing import Any
 
@@ -86,7 +88,7 @@ def init(
         config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))
     text = _yaml(config, num_prompts=num_prompts, takes=lines, path=path)
     write_atomic(path, text.encode())
-    print(f"{text}\nwrote {path}; next: acceptance-heads all --config {path}")
+    print(f"{text}\nwrote {path}; next: acceptance-heads all --config {quote(str(path))}")
     return path
 
 
@@ -140,21 +142,26 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
     changed = [name for name in names if getattr(data, name) != getattr(schema.DataConfig, name)]
     others = "".join(f", {name}: {getattr(data, name)}" for name in changed)
     lines = [
-        f"# acceptance-heads all --config {path}: data, training, export, evaluation, threshold.",
-        f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {path}`):",
+        f"# acceptance-heads all --config {quote(str(path))}: data, training, export, evaluation, threshold.",
+        f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {quote(str(path))}`):",
         *(part for line in takes for part in wrap(line, 110, initial_indent="#   ", subsequent_indent="#     ")),
         "pair:",
         f"  target: {{path: {json.dumps(pair.target.path)}}}",
         f"  draft: {{path: {json.dumps(pair.draft.path)}}}",
         f"  sampling: {{temperature: {pair.sampling.temperature:g}{top_p}}}  # heads are trained for one sampling",
-        f"data: {{dir: {data.dir}, prompts: {prompts}, template: {data.template},",
+        f"data: {{dir: {_quoted(data.dir)}, prompts: {prompts}, template: {data.template},",
         f"  num_train: {num_train}, num_dev: {data.num_dev}, num_test: {data.num_test},  # num_train: {note}",
         f"  max_new_tokens: {data.max_new_tokens}{others}}}",
-        f"heads: {{dir: {config.heads.dir}}}",
-        f"decode: {{dir: {decode.dir}, num_dev: {decode.num_dev}, num_test: {decode.num_test},",
+        f"heads: {{dir: {_quoted(config.heads.dir)}}}",
+        f"decode: {{dir: {_quoted(decode.dir)}, num_dev: {decode.num_dev}, num_test: {decode.num_test},",
         f"  max_new_tokens: {decode.max_new_tokens}}}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(path: str) -> str:
+    """A path as a YAML scalar: quoted if it has more than letters, digits, dots, dashes and slashes."""
+    return path if re.fullmatch(r"[A-Za-z_][\w./-]*", path, re.ASCII) else json.dumps(path)
 
 
 def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:

@@ -133,7 +133,13 @@ def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
     print(verdict(sweep.results["dev"], sweep.specs))
     print(f"all metrics: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
-    print("next: acceptance-heads export --config …")
+    if directory.checkpoint.is_file():
+        print("next: acceptance-heads export --config …")
+    else:
+        print(
+            "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is "
+            "nothing to export; remove that setting to train"
+        )
     return sweep.results
 
 

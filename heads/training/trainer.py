@@ -26,6 +26,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
+from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
@@ -88,6 +89,12 @@ def make_trainer(config: Config) -> pl.Trainer:
         trainer = pl.Trainer(**trainer_arguments(config))
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise ValueError(
+            f"trainer.strategy is {config.trainer.get('strategy', 'auto')}, which here starts processes whose results "
+            "do not come back (ddp_spawn, or a notebook with several devices); set trainer.devices: 1, or train with "
+            "strategy ddp from a command line"
+        )
     if config.heads.batch_size % trainer.world_size:
         size, processes = config.heads.batch_size, f"{trainer.world_size} processes (trainer.devices x num_nodes)"
         remedy = f"use a multiple of {trainer.world_size}, or fewer devices"

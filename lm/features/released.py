@@ -31,6 +31,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
 from lm.features.dspark import MARKOV_HEADS, markov_width
+from lm.folders import refuse_no_model
 from store.json_files import read_json
 
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
@@ -273,6 +274,8 @@ def _config_of(source: ModelSource) -> dict[str, Any]:
         file = cached_file(path, "config.json", revision=source.revision)
     except OSError:
         return {}
+    if file is None:
+        refuse_no_model(source.path)
     config = read_json(Path(str(file)), remedy="fetch or copy the model again")
     return config.get("text_config", config) if path != source.path else config
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext, suppress
 from inspect import signature
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_an_error_of_a_command_exits_with_2_and_one_line(argv, message, capsys: 
     with pytest.raises(SystemExit, match="2"):
         run(COMMANDS, argv=argv)
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_output_in_an_encoding_that_lacks_a_character_is_no_error(monkeypatch):
+    output = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", output)
+    run({"say": lambda: print("next: … done")}, argv=["say"])
+    output.flush()
+    assert output.buffer.getvalue() == b"next: ? done\n"
 
 
 def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -1,5 +1,8 @@
 """A list of prompts that cannot be an experiment is refused before anything is written."""
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -71,3 +74,23 @@ def test_loaded_models_and_a_dataset_of_messages_become_data_and_a_reply(toy_pai
 def test_a_loaded_model_in_place_of_a_path_is_refused_in_one_line(models):
     with pytest.raises(ValueError, match=r"pair\.target\.path is a LlamaForCausalLM, but must be a path; save it"):
         PairConfig(target=ModelSource(path=models["target"]), draft=ModelSource(path="a"))  # type: ignore[arg-type]
+
+
+def test_half_a_character_skips_its_prompt_and_no_other(tmp_path):
+    prompts = [f"How many are {i} and 4?" for i in range(11)]
+    config = make_data([*prompts, "\ud83d half"], dir=str(tmp_path / "mine"), max_new_tokens=4, **MODELS)
+    [problem] = map(json.loads, Path(config.data.dir, "errors.jsonl").read_text().splitlines())
+    assert (problem["id"], problem["outcome"]) == ("11", "skipped")
+    assert "half of a character" in problem["reason"]
+    with pytest.raises(ValueError, match=r"the prompt 'caf\\udce9' has half a character"):
+        complete(config, "caf\udce9", policy="fixed_length:k=2")
+
+
+def test_a_model_with_an_adapter_is_refused_until_it_is_merged(tmp_path):
+    class Adapted:
+        def save_pretrained(self, folder): ...
+
+        def merge_and_unload(self): ...
+
+    with pytest.raises(ValueError, match=r"the draft is a model with an adapter; pass its merge_and_unload"):
+        make_data(["one", "two", "three"], target=MODELS["target"], draft=Adapted(), dir=str(tmp_path))

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.utils import logging
 
 from configs import ModelSource, PairConfig
+from data_gen.store.manifest import describe_model
 from lm import Pair, load_model, load_pair, vocab_size_of
 from lm.pair import _warn_of_moving_code, repository_of, weight_bytes
 from lm.parallel import check_slices, slices_of
@@ -40,6 +41,42 @@ def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded
     message = rf"^the weight of the {part} of .* was offloaded \(.*; it is on meta\), .* in device_map, free"
     with pytest.raises(ValueError, match=message):
         load_model(ModelSource(path=str(tmp_path), device_map=places))
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "micro"])
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "x/y"}'},
+            r"FOLDER is an adapter \(LoRA\) of x/y, not a model",
+        ),
+        ({"adapter_config.json": "{"}, "FOLDER is an adapter, not a model; merge it"),
+        (
+            {"a/config.json": "{}", "b/config.json": "{}"},
+            "FOLDER is a directory without config.json.* below it are a, b;",
+        ),
+        ({}, "FOLDER is a directory without config.json: no model is there; check"),
+    ],
+)
+def test_a_directory_without_a_model_is_named_whichever_model_it_is(role, files, complaint, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    source = ModelSource(path=str(folder))
+    for read in (lambda: load_pair(tiny_pair(**{role: source})), lambda: describe_model(source)):
+        with pytest.raises((FileNotFoundError, ValueError), match=complaint.replace("FOLDER", str(folder))):
+            read()
+
+
+def test_a_missing_shard_of_a_model_is_named(tmp_path):
+    LlamaForCausalLM(CONFIG).save_pretrained(tmp_path, max_shard_size="4KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"weights of {tmp_path} cannot be read: .*{shard.name}"):
+        load_model(ModelSource(path=str(tmp_path)))
 
 
 def test_tokenizers_that_differ_are_refused_by_the_first_token_that_does(tmp_path):

@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 from configs.schema import ModelSource, ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import say_once
+from data_gen.responses.connection import client_of, key_for, proxy_of
+from data_gen.responses.server import Servers
 from data_gen.responses.settings import check_unsent, request_settings
 from lm import Sampling
 from tests.data_gen.on_disk import with_data
@@ -80,3 +82,39 @@ def test_a_run_reads_the_targets_generation_config_and_reports_what_it_cannot_se
     say_once.cache_clear()
     make(served)
     assert capsys.readouterr().err.count("note: data.server.kind openai sends temperature and top_p") == 1
+
+
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("sk-abc\n", "KEY has a line break, a space at an end or a character beyond ASCII"),
+        ("sk abc ", "KEY has a line break"),
+        ("sk-\u2026", "KEY has a line break"),
+        ("", "KEY is empty; set it"),
+        ("  ", "KEY is empty"),
+        ("sk-abc", None),
+    ],
+)
+@pytest.mark.parametrize("variable", ["KEY", "OPENAI_API_KEY"])
+def test_a_key_that_no_request_can_carry_is_named(monkeypatch, key, complaint, variable):
+    monkeypatch.setenv(variable, key)
+    url, name = ("https://api.openai.com/v1", None) if variable == "OPENAI_API_KEY" else (URL, variable)
+    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
+        assert key_for(url, name) == key
+
+
+def test_a_proxy_that_is_in_the_way_is_named(monkeypatch):
+    for variable in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("ALL_PROXY", "nonsense://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"no request to http://127\.0\.0\.1:9/v1 can be made: .*check the proxy"):
+        client_of(URL, "key", ServerConfig())
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:8")
+    servers = Servers(ServerConfig(url=URL, max_retries=0, timeout_s=2), model="m")
+    with pytest.raises(ValueError, match=r"through the proxy http://127\.0\.0\.1:8, which NO_PROXY can except"):
+        servers.run(servers.ask({"prompt": "x"}))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert proxy_of(URL) == ""

@@ -19,8 +19,9 @@ from configs.command import run
 from configs.schema import ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import Prompt
+from data_gen.responses.connection import key_for
 from data_gen.responses.exchange import Answers, Exchange, LatestRows, Problem, RefusedError, Request, ShardSpec
-from data_gen.responses.server import CompletionsServer, Servers, _key_for
+from data_gen.responses.server import CompletionsServer, Servers
 from data_gen.responses.text import ResponseFile, Spelling
 from lm import Sampling
 from tests.data_gen.on_disk import files_of, toy_of, with_data, with_server, write_lines
@@ -107,7 +108,7 @@ def test_a_key_is_sent_only_to_a_server_that_it_was_named_for(served, server, mo
     with pytest.raises(ValueError, match="NO_KEY, but that environment") if expected is None else nullcontext():
         make(config)
     assert keys == ({expected} if expected else set())
-    assert _key_for("https://api.openai.com/v1", None) == "secret"
+    assert key_for("https://api.openai.com/v1", None) == "secret"
 
 
 def test_each_server_of_a_list_is_tried_before_the_run(served, server, second):

@@ -1,6 +1,7 @@
 """`init`: a YAML that runs as it is, of as many prompts as there are, and never over a file that is there."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_the_yaml_parses_and_splits_what_is_there(capsys):
     assert (data.num_train, data.num_dev, data.num_test) == (160, 20, 20)
     assert config.decode.num_dev <= data.num_dev
     assert config.decode.num_test <= data.num_test
+
+
+@pytest.mark.parametrize(
+    "name", ["run, two", "exp #1", "v{2}", "a: b", "[x]", "it's", "1", "null", "- a", "*b", "\xe9"]
+)
+def test_a_yaml_of_any_name_is_read_as_it_was_meant(name, capsys):
+    path = init(**PAIR, prompts=prompts(20), out=f"{name}.yaml")
+    config = parsed(path)
+    assert (config.data.dir, config.decode.dir) == (f"data/{name}", f"data/{name}/decode")
+    assert config.heads.dir == f"checkpoints/runs/{name}"
+    shown = capsys.readouterr().out
+    command = shown.rsplit("next: ", 1)[1].strip()
+    assert shlex.split(command) == ["acceptance-heads", "all", "--config", f"{name}.yaml"]
+    assert "one prompt as the models read it" in shown
 
 
 def test_texts_fit_the_positions_of_short_models(tmp_path):

@@ -113,6 +113,26 @@ def test_a_trainer_that_cannot_be_is_one_line(data_dir: Path, tmp_path: Path, ca
     assert re.search(f"^error: .*{complaint}", capsys.readouterr().err, re.MULTILINE)
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook", "ddp_fork"])
+def test_a_strategy_whose_results_do_not_come_back_is_refused(data_dir, tmp_path, strategy):
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": strategy}
+    with pytest.raises(ValueError, match=rf"trainer\.strategy is {strategy}, .* do not come back"):
+        make_trainer(make_config(data_dir, tmp_path, trainer=trainer))
+
+
+@pytest.mark.parametrize(
+    ("setting", "ending"),
+    [
+        ({"fast_dev_run": True}, "nothing to export"),
+        ({"enable_checkpointing": False}, "nothing to export"),
+        ({}, "next:"),
+    ],
+)
+def test_a_run_without_a_checkpoint_does_not_send_its_user_to_export(data_dir, tmp_path, capsys, setting, ending):
+    train(make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1} | setting))
+    assert ending in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_the_schedule_ends_with_epochs_or_steps_and_is_that_of_one_process(data_dir, tmp_path):
     """64 responses in batches of 8; two epochs if the trainer says nothing."""
     for trainer, steps, shared in (
