@@ -23,6 +23,7 @@ from store.json_files import read_json
 
 FirstSplit = Mapping[str, Any]
 """The entry of one set."""
+_KEYS = {"path", "num_first", "num_first_test"}
 _NUM_HASHES = 2**63
 
 
@@ -36,8 +37,12 @@ def first_split(config: DataConfig, name: str, source: PromptSource) -> FirstSpl
     path = Path(config.dir) / "manifest.json"
     if not path.is_file():
         return None
-    manifest = read_json(path, remedy=f"restore the original, or delete {config.dir} to start over")
-    first = manifest.get("split_by", {}).get(name)
+    remedy = f"restore the original, or delete {config.dir} to start over"
+    manifest = read_json(path, remedy=remedy)
+    entries = manifest.get("split_by", {})
+    first = entries.get(name) if isinstance(entries, dict) else entries
+    if first is not None and not (isinstance(first, dict) and first.keys() >= _KEYS):
+        raise ValueError(f"{path}: split_by is {entries!r:.80}, but must have {', '.join(sorted(_KEYS))}; {remedy}")
     weights = None if config.split_weights is None else list(config.split_weights)
     in_run = (source.path, config.seed, weights)
     if first is None or (first["path"], manifest.get("seed"), manifest.get("split_weights")) != in_run:

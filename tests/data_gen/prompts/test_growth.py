@@ -125,3 +125,11 @@ def test_data_of_an_earlier_version_grows_once_a_run_has_noted_its_splits(toy_co
     assert json.loads(manifest.read_text())["split_by"] == facts["split_by"]
     write(Path(path), range(30))
     make(config)
+
+
+@pytest.mark.parametrize("damaged", [[], 7, {"prompts": {"path": "x"}}, {"prompts": []}])
+def test_a_damaged_entry_is_named(damaged, tmp_path):
+    config = DataConfig(dir=str(tmp_path), prompts=write(tmp_path / "prompts.jsonl", range(9)), split_weights=(1, 1, 1))
+    (tmp_path / "manifest.json").write_text(json.dumps({"split_by": damaged}))
+    with pytest.raises(ValueError, match=r"manifest\.json: split_by is .* but must have num_first, .*restore"):
+        load_prompts(config, "dev")
