@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard
 from jinja2 import Environment
 
 from heads.model.formula import PAPERS
-from heads.model.inputs import Inputs
+from heads.model.inputs import SIGNALS, Inputs
 from lm.signals import SCALARS
 
 _TEXT = Path(__file__).with_name("card.jinja")
@@ -38,6 +38,7 @@ def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     facts["training"] = mixing | config.get("training", {})
     facts["numbers"] = {name: x for name, x in config.get("metrics", {}).items() if isinstance(x, int | float)}
     facts["symbols"] = [SCALARS[name].symbol for name in inputs.scalars]
+    facts["symbol_of_signal"] = SCALARS[SIGNALS[config["timing"]]].symbol
     template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT.read_text(encoding="utf-8"))
     macros = template.make_module(facts)
     return {name: str(getattr(macros, name)()).strip() for name in _SECTIONS}

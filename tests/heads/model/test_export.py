@@ -78,6 +78,7 @@ def test_only_heads_that_beat_the_signal_of_their_own_timing_are_exported(traine
     )
     for head in written.values():
         assert head.provenance.metrics["signal_kl"] == alone[head.timing]
+        assert "signal_kl: of sigmoid(a logit q(y) + b)" in str(head.generate_model_card())
     message = r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d0-w1\.$"
     with pytest.raises(ValueError, match=message):
         export(config, head="fed-d0-w1", out=str(tmp_path / "worse"))
