@@ -74,7 +74,7 @@ def _stability(verdict: Verdict, beaten: list[str]) -> str:
     if verdict.contest.splits is None:
         return ""
     share = min(verdict.share_ahead(verdict.group, rival) for rival in beaten)
-    return f", ahead in {share:.0%} of the repeated splits"
+    return f", ahead in {_percent(share)} of the repeated splits"
 
 
 def _shortcoming(verdict: Verdict, group: str) -> str:
@@ -92,7 +92,7 @@ def _shortcoming(verdict: Verdict, group: str) -> str:
         return f"no {_NOUNS[group]} is faster by more than noise, {gain.words} for {name}"
     share = verdict.share_ahead(group, verdict.group)
     if share < MIN_SHARE_AHEAD:
-        return f"{name} is faster, {gain.words}, but in only {share:.0%} of the repeated splits"
+        return f"{name} is faster, {gain.words}, but in only {_percent(share)} of the repeated splits"
     return f"{name} is faster, {gain.words}, but does not beat every simpler policy"
 
 
@@ -119,21 +119,30 @@ def notes_of(verdict: Verdict) -> list[str]:
         notes.append(f"On dev, {range_text(verdict.near_best)} is within noise of the best setting.")
     if verdict.head_shares:
         (first, share), *others = verdict.head_shares.items()
-        note = f"Of {NUM_RESAMPLES} resampled dev sets, {share:.0%} choose head {first}"
+        note = f"Of {NUM_RESAMPLES} resampled dev sets, {_percent(share)} choose head {first}"
         if others:
-            note += f" and {others[0][1]:.0%} choose {others[0][0]}"
+            note += f" and {_percent(others[0][1])} choose {others[0][0]}"
         notes.append(f"{note}.")
     if verdict.is_decided:
         notes += _unsettled(verdict)
     return notes
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _unsettled(verdict: Verdict) -> Iterator[str]:
+    """What would settle each lead over the recommended policy that is within noise."""
     for group in verdict.candidates:
         gain = verdict.gain(group, verdict.group)
+        if gain.value <= 0 or gain.is_above_noise:
+            continue
+        lead = _lead(verdict, group, verdict.group)
         needed = prompts_needed(gain, verdict.contest.num_prompts)
-        if group != verdict.group and gain.value > 0 and not gain.is_above_noise and needed is not None:
-            lead = _lead(verdict, group, verdict.group)
+        if needed is None:
+            yield f"More prompts cannot settle {lead}: it is within the error of the times (`acceptance-heads costs`)."
+        else:
             yield f"{prompts_text(needed).capitalize()} test prompts would settle {lead} (decode.num_test)."
 
 

@@ -25,6 +25,7 @@ from evaluation.families import (
     COLOURS,
     CUSTOM,
     GROUPS,
+    HEADS,
     PERFECT,
     PRODUCT,
     TRAINING_FREE,
@@ -277,12 +278,16 @@ def test_splits_that_disagree_and_the_number_of_prompts_that_would_settle_a_lead
     splits = RepeatedSplits(gains, {name: 1 + gain for name, gain in gains.items()})
     verdict = conclude(replace(contest_at({BASELINE: 100, PRODUCT: 120, "head_drawn": 150}), splits=splits))
     sentence = sentence_of(verdict)
-    assert "over fixed length 7, ahead in 100% of the repeated splits" in sentence
-    assert re.search(f"; {NAMES['head']} is faster, {GAIN}, but in only 84% of the repeated splits", sentence)
+    assert "over fixed length 7, ahead in 100 % of the repeated splits" in sentence
+    assert re.search(f"; {NAMES['head']} is faster, {GAIN}, but in only 84 % of the repeated splits", sentence)
     verdict = conclude(contest_at({BASELINE: 100, PRODUCT: 120, "head_drawn": 122}))
     (note,) = notes_of(verdict)
     settles = f"would settle the {GAIN} of {NAMES['head']} over {NAMES['product']}"
     assert re.fullmatch(rf"About \d+ test prompts {settles} \(decode.num_test\).", note)
+    wide = verdict.gain(HEADS, TRAINING_FREE)._replace(times_error=0.1)
+    within = conclude(replace(verdict.contest, _gains={("head_drawn", PRODUCT): wide}))
+    (note,) = notes_of(within)
+    assert note.startswith(f"More prompts cannot settle the {wide.words} of head ")
 
 
 def test_a_verdict_over_several_training_sets_is_that_of_all_prompts_together(replays, contest):
