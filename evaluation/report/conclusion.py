@@ -44,10 +44,8 @@ class Verdict:
 
     @cached_property
     def group(self) -> str:
-        """The group of the recommended policy."""
+        """The group of the recommended policy; with too few prompts nothing beats the fixed length."""
         groups = list(self.candidates)
-        if not self.is_decided:
-            return BASELINE
         for number in range(len(groups) - 1, 0, -1):
             if all(self.beats(groups[number], simpler) for simpler in groups[:number]):
                 return groups[number]

@@ -12,7 +12,7 @@ from decode.policies import FixedLength
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import fastest_on_dev
 from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE
-from evaluation.gain import MIN_PROMPTS
+from evaluation.gain import MIN_PROMPTS, Gain
 from evaluation.played import Played
 from evaluation.report.conclusion import NUM_RESAMPLES, conclude, head_shares, near_best
 from evaluation.splits import RepeatedSplits
@@ -53,6 +53,19 @@ def test_dev_may_prefer_the_fixed_length_and_the_head_still_has_to_beat_the_best
     assert contest.leaders[TRAINING_FREE].family == BASELINE
     verdict = conclude(contest)
     assert (verdict.group, verdict.winner.family) == (TRAINING_FREE, PRODUCT)
+
+
+def test_a_head_that_beats_the_fixed_length_alone_is_not_recommended_even_if_that_beats_the_rule():
+    """Intervals are no order: here the head is not above noise over the rule, which is the slowest of the three."""
+    gains = {
+        ("head_drawn", BASELINE): Gain(0.05, 0.02, 0.08, 0.01),
+        (BASELINE, PRODUCT): Gain(0.03, 0.01, 0.05, 0.01),
+        ("head_drawn", PRODUCT): Gain(0.08, -0.01, 0.17, 0.04),
+    }
+    contest = contest_at({BASELINE: 100, PRODUCT: 97, "head_drawn": 105})
+    verdict = conclude(replace(contest, _gains=gains))
+    assert verdict.beats(HEADS, BASELINE)
+    assert verdict.group == BASELINE
 
 
 @pytest.mark.parametrize(("num_ahead", "winner"), [(200, HEADS), (180, HEADS), (179, TRAINING_FREE)])
