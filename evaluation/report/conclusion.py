@@ -55,6 +55,21 @@ class Verdict:
                 return group
         return BASELINE
 
+    @cached_property
+    def undecided_by_times(self) -> str | None:
+        """The group that would be recommended if measured times were exact; None if their error decides nothing."""
+        groups = list(self.candidates)
+        for number in range(len(groups) - 1, groups.index(self.group), -1):
+            if self.is_decided and all(self._may_beat(groups[number], simpler) for simpler in groups[:number]):
+                return groups[number]
+        return None
+
+    def _may_beat(self, group: str, rival: str) -> bool:
+        """Whether one candidate beats another at exact times."""
+        gain = self.gain(group, rival)
+        is_ahead = gain.is_above_noise or (gain.value > 0 and gain.is_blurred_by_times)
+        return is_ahead and self.share_ahead(group, rival) >= MIN_SHARE_AHEAD
+
     @property
     def winner(self) -> Result:
         """The recommended policy at its setting."""

@@ -23,12 +23,14 @@ from evaluation.flag_types import Sizes, sizes_of
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import Verdict, conclude
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
-from evaluation.report.stale import contradiction
+from evaluation.report.stale import contradicted
 from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import (
+    Record,
     generate_command,
     publish_verdict,
+    record_by_the_clock,
     record_of,
     sentence_at,
     tell,
@@ -84,7 +86,9 @@ def evaluate(
         written = [*write_files(page), *publish_verdict(verdict, experiment, directory)]
         if sizes:
             written.append(_batched(experiment, page, every_times, sizes))
-        written += [_clocked(experiment, page, num_prompts=clock, repeats=repeats)] if clock else []
+        if clock:
+            written.append(_clocked(experiment, page, num_prompts=clock, repeats=repeats))
+            verdict = _following_clock(experiment, page, verdict)
         write_report(page, verdict, command=generate_command(experiment))
         publish({"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))})
         _tell_others(page, verdict["dataset"])
@@ -161,11 +165,19 @@ def _clocked(experiment: Experiment, page: Page, *, num_prompts: int, repeats: i
         contest, test = page.contests[dataset][0], replays.traces.test
         page.clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
         clock_table(page.clocks[-1]).print()
-        if stale := contradiction(page.clocks[-1], contest):
-            say(f"\n{stale}")
     path = page.directory / "clock.json"
     write_atomic(path, to_json(_clock_in_json(page), indent=1).encode())
     return path
+
+
+def _following_clock(experiment: Experiment, page: Page, predicted: Record) -> Record:
+    """The verdict after a clock: that of the clocked gains, which is published, where it contradicts the predicted."""
+    report = next(filter(contradicted, page.clocks), None)
+    if report is None:
+        return predicted
+    verdict = record_by_the_clock(page.contests[report["dataset"]][0], report, experiment)
+    publish_verdict(verdict, experiment, page.directory)
+    return verdict
 
 
 def _document(page: Page, written: Sequence[str]) -> dict[str, Any]:

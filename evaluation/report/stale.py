@@ -22,7 +22,7 @@ from evaluation.families import ALONE, BASELINE, family
 from evaluation.gain import Throughput
 from evaluation.times import MEASURED
 
-_AGAIN = "acceptance-heads costs --config … --again"
+COSTS_AGAIN = "acceptance-heads costs --config … --again"
 
 
 def contradicted(report: Report) -> list[Row]:
@@ -75,7 +75,8 @@ def contradiction(report: Report, contest: Contest) -> str:
     stale = stale_times(report)
     times = f"Stale times: {', '.join(stale)}." if stale else "No single time explains it."
     first = "" if contest.times.origin.startswith(MEASURED) else "leave out the given times (decode.t_*), and run "
-    return f"The clock contradicts gains over the best fixed length: {gains}. {times} To renew them, {first}`{_AGAIN}`."
+    remedy = f"To renew them, {first}`{COSTS_AGAIN}`."
+    return f"The clock contradicts gains over the best fixed length: {gains}. {times} {remedy}"
 
 
 def by_the_clock(contest: Contest, report: Report) -> Contest:
@@ -86,7 +87,7 @@ def by_the_clock(contest: Contest, report: Report) -> Contest:
     for row in report["rows"]:
         if (result := contest.results.get(row["family"])) is not None:
             throughput = Throughput(np.array(row["tokens"]), np.array(row["seconds"]))
-            results[row["family"]] = replace(result, throughput=throughput, played=None, times=None)
+            results[row["family"]] = replace(result, throughput=throughput, played=None, arm=None, times=None)
     return Contest(contest.dataset, contest.times, results)
 
 

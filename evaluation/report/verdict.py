@@ -13,12 +13,14 @@ from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
+from evaluation.clock import Report
 from evaluation.competitor import Arm
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.gain import MIN_PROMPTS, Splits, prompts_needed, prompts_text
 from evaluation.played import joined
 from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
+from evaluation.report.stale import COSTS_AGAIN, by_the_clock, clocked_speed_up, contradiction
 from evaluation.report.tables import values_of
 from evaluation.table import say
 from evaluation.times import Times
@@ -36,6 +38,8 @@ def sentence_of(verdict: Verdict) -> str:
     """Which policy to use, and why."""
     if not verdict.is_decided:
         return _too_few(verdict)
+    if verdict.undecided_by_times is not None:
+        return _times_decide(verdict, verdict.undecided_by_times)
     return f"Use {named(verdict.winner)}: {'; '.join(_reasons(verdict))}."
 
 
@@ -109,6 +113,17 @@ def _too_few(verdict: Verdict) -> str:
     return (
         f"No verdict: {count} too few; {remedy} (raise decode.num_test). Until then use {named(verdict.winner)}, the "
         "fastest on dev."
+    )
+
+
+def _times_decide(verdict: Verdict, group: str) -> str:
+    """That there is no verdict because of the times, and how to measure them again."""
+    gain = verdict.gain(group, verdict.group)
+    winner = named(verdict.winner)
+    rival = named(verdict.candidates[group])
+    return (
+        f"No verdict: the error of the measured times decides whether {rival} is faster than {winner}, "
+        f"{gain.words}. Close other programs and measure again: `{COSTS_AGAIN}`. Until then use {winner}."
     )
 
 
@@ -187,8 +202,8 @@ def spec_of(result: Result, experiment: Experiment) -> str | None:
     return f"{name}:{','.join(parts)}".removesuffix(":")
 
 
-def record_of(verdict: Verdict, experiment: Experiment) -> Record:
-    """The verdict as verdict.json has it."""
+def record_of(verdict: Verdict, experiment: Experiment, *, clock: Report | None = None) -> Record:
+    """The verdict as verdict.json has it; `clock`: the report that its gains are from, where they are not predicted."""
     contest = verdict.contest
     sentence = sentence_of(verdict)
     used = verdict.winner
@@ -199,16 +214,19 @@ def record_of(verdict: Verdict, experiment: Experiment) -> Record:
         sentence += f" It was calibrated on this trace and is in no directory, so `generate` uses {named(used)}."
     gain = contest.gain(used.family)
     over = "as the best fixed length" if used.family == BASELINE else f"{gain.words} over the best fixed length"
-    speed_up = used.tokens_per_s * contest.times.t_target_s[0]
+    speed = f"predicted {used.tokens_per_s * contest.times.t_target_s[0]:.2f}"
+    if clock is not None:
+        speed = f"on a clock {clocked_speed_up(clock, used.family):.2f}"
     candidates = [_candidate(verdict, group, experiment) for group in verdict.candidates]
+    caveats = list(filter(None, [contest.times.caveat]))
     return {
         "sentence": sentence,
         "policy": policy,
         "head": experiment.head_paths.get(used.competitor.head),
-        "speed": f"predicted {speed_up:.2f} times as fast as the target alone, {over}, {contest.baseline.setting['k']}",
+        "speed": f"{speed} times as fast as the target alone, {over}, {contest.baseline.setting['k']}",
         "gain": gain._asdict(),
-        "notes": notes_of(verdict),
-        "is_decided": verdict.is_decided,
+        "notes": [*caveats, *notes_of(verdict)],
+        "is_decided": verdict.is_decided and verdict.undecided_by_times is None,
         "dataset": contest.dataset,
         "num_prompts": contest.num_prompts,
         "candidates": candidates,
@@ -217,6 +235,14 @@ def record_of(verdict: Verdict, experiment: Experiment) -> Record:
         "costs": contest.times.title,
         "of": experiment.identity,
     }
+
+
+def record_by_the_clock(contest: Contest, clock: Report, experiment: Experiment) -> Record:
+    """The verdict of clocked gains, where the clock contradicts the predicted ones."""
+    record = record_of(conclude(by_the_clock(contest, clock)), experiment, clock=clock)
+    record["sentence"] += " These gains are clocked, and contradict the predicted ones."
+    record["notes"] = [contradiction(clock, contest), *record["notes"]]
+    return record
 
 
 def _candidate(verdict: Verdict, group: str, experiment: Experiment) -> Record:

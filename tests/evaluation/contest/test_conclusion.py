@@ -15,6 +15,7 @@ from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE
 from evaluation.gain import MIN_PROMPTS, Gain
 from evaluation.played import Played
 from evaluation.report.conclusion import NUM_RESAMPLES, conclude, head_shares, near_best
+from evaluation.report.verdict import sentence_of
 from evaluation.splits import RepeatedSplits
 from evaluation.times import Times
 from tests.evaluation.contest.made import contest_at
@@ -133,3 +134,29 @@ def test_resampled_dev_sets_choose_the_head_that_one_computes_with_every_resampl
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
     assert 0 < min(shares.values()) < max(shares.values()) < 1
     assert head_shares(arms[:1], TIMES) == {}
+
+
+@pytest.mark.parametrize(
+    ("times_error", "undecided"),
+    [(0.0, None), (0.05, None), (0.2, HEADS)],
+)
+def test_no_verdict_is_given_where_the_error_of_the_times_decides_it(times_error, undecided):
+    contest = contest_at({BASELINE: 100, PRODUCT: 105, "head_drawn": 125})
+    for name in ("head_drawn", PRODUCT):
+        for base in (BASELINE, PRODUCT):
+            gain = contest.results[name].over(contest.results[base])
+            contest._gains[name, base] = gain.widened(times_error if name != base else 0.0)
+    verdict = conclude(contest)
+    assert verdict.undecided_by_times == undecided
+    assert verdict.group == (BASELINE if undecided else HEADS)
+    sentence = sentence_of(verdict)
+    assert sentence.startswith("No verdict: the error of the measured times" if undecided else "Use head")
+    assert ("costs --config … --again" in sentence) == (undecided is not None)
+
+
+def test_a_gain_within_the_noise_of_prompts_is_not_blamed_on_the_times():
+    contest = contest_at({BASELINE: 100, PRODUCT: 99, "head_drawn": 102})
+    gain = contest.results["head_drawn"].over(contest.baseline)
+    contest._gains["head_drawn", BASELINE] = gain.widened(0.2)
+    verdict = conclude(contest)
+    assert (verdict.undecided_by_times, verdict.group) == (None, BASELINE)

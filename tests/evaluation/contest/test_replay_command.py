@@ -132,7 +132,8 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     capsys.readouterr()
     called(*asked)
     shown = capsys.readouterr().out
-    *_, others, last = (" ".join(part.split()) for part in shown.split("\n\n"))
+    *_, others, note, last = (" ".join(part.split()) for part in shown.split("\n\n"))
+    assert note.startswith("The target's time is one number, so verifying drafted tokens counts as free")
     verdict = json.loads(Path(flags[3], "verdict.json").read_text())
     assert last.startswith(f"{verdict['sentence']} next: acceptance-heads generate --config configs/tiny.yaml ")
     assert others.startswith("On stories, on other hardware, where a target forward costs 8.0 draft forwards ")

@@ -5,19 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from decode.experiment import Experiment
 from decode.policies import CumulativeTokenProb, FixedLength
 from evaluation.clock import Report, report_of
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import Contest, Result, result_of
 from evaluation.families import ALONE, BASELINE, PRODUCT
+from evaluation.report.conclusion import conclude
 from evaluation.report.stale import by_the_clock, clocked_speed_up, contradiction, stale_times
+from evaluation.report.verdict import record_by_the_clock, record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from lm import Sampling
+from tests.evaluation.commands import config_with
 from tests.toys.small_pair import trace
 
-COST = Times(0.001, (0.005, 0.006, 0.007, 0.008), "measured", {"token_prob": 0.0002})
-POLICIES = {ALONE: FixedLength(0), BASELINE: FixedLength(2), PRODUCT: CumulativeTokenProb(0.3)}
+COST = Times(0.002, (0.005, 0.006, 0.007, 0.008), "measured", {"token_prob": 0.0002})
+POLICIES = {ALONE: FixedLength(0), BASELINE: FixedLength(4), PRODUCT: CumulativeTokenProb(0.3)}
+SETTINGS = {ALONE: {"k": 0}, BASELINE: {"k": 4}, PRODUCT: {"min_token_prob": 0.3}}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,9 @@ def runners() -> list[Result]:
     made = []
     for name, policy in POLICIES.items():
         played = replay_settings(recorded, policy)
-        made.append(result_of(Arm(Competitor(name, name, policy, ({},)), played, played), 0, COST, on_dev=1.0))
+        made.append(
+            result_of(Arm(Competitor(name, name, policy, (SETTINGS[name],)), played, played), 0, COST, on_dev=1.0)
+        )
     return made
 
 
@@ -47,9 +54,9 @@ def clocked(runners: list[Result], true: Times) -> Report:
     [
         ({}, []),
         # twice as slow in all it does
-        ({"t_draft_s": 0.002, "t_target_s": (0.01, 0.012, 0.014, 0.016), "t_stop_s": {"token_prob": 0.0004}}, []),
-        ({"t_stop_s": {"token_prob": 0.003}}, ["the stop of product of token probabilities"]),
-        ({"t_draft_s": 0.004, "t_stop_s": {"token_prob": 0.0008}}, ["the draft step"]),
+        ({"t_draft_s": 0.004, "t_target_s": (0.01, 0.012, 0.014, 0.016), "t_stop_s": {"token_prob": 0.0004}}, []),
+        ({"t_stop_s": {"token_prob": 0.008}}, ["the stop of product of token probabilities"]),
+        ({"t_draft_s": 0.008, "t_stop_s": {"token_prob": 0.0008}}, ["the draft step"]),
         ({"t_target_s": (0.005, 0.012, 0.014, 0.016)}, ["the verification of drafted tokens"]),
     ],
 )
@@ -66,7 +73,7 @@ def test_the_times_that_the_clock_contradicts_are_named_with_the_command_that_re
 
 
 def test_the_contest_by_the_clock_has_the_clocked_gains(runners):
-    true = replace(COST, t_stop_s={"token_prob": 0.003})
+    true = replace(COST, t_stop_s={"token_prob": 0.008})
     report = clocked(runners, true)
     contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
     on_clock = by_the_clock(contest, report)
@@ -76,3 +83,17 @@ def test_the_contest_by_the_clock_has_the_clocked_gains(runners):
     assert on_clock.gain(PRODUCT).value < contest.gain(PRODUCT).value
     alone, product = (true.tokens_per_s(runner.played)[0] for runner in (runners[0], runners[2]))
     assert clocked_speed_up(report, PRODUCT) == pytest.approx(product / alone)
+
+
+def test_the_verdict_follows_a_clock_that_contradicts_the_prediction(runners):
+    """Predicted, the product wins; its stop turns out to take three draft steps."""
+    config = config_with(["--config=configs/tiny.yaml"], "evaluate")
+    contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
+    report = clocked(runners, replace(COST, t_stop_s={"token_prob": 0.008}))
+    predicted = record_of(conclude(contest), Experiment(config))
+    record = record_by_the_clock(contest, report, Experiment(config))
+    assert predicted["policy"].startswith(PRODUCT)
+    assert record["policy"].startswith(BASELINE)
+    assert "contradict the predicted ones" in record["sentence"]
+    assert record["speed"].startswith("on a clock")
+    assert "the stop of product of token probabilities" in record["notes"][0]
