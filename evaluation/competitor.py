@@ -10,10 +10,11 @@ import numpy as np
 from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
-from decode.policies.registry import LOGISTIC, POLICIES, policy_of, registered
+from decode.policies.registry import AUTO_TOKEN_PROB, LOGISTIC, POLICIES, policy_of, registered
+from decode.policies.scores import ScoreHead
 from evaluation.families import ORACLE, PERFECT, SPECDEC
 from evaluation.played import Played
-from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.bounds import Oracle
 from heads.model.head import AcceptanceHead
 
 _HEAD = "head:"
@@ -63,8 +64,18 @@ def head_in(name: str) -> str:
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:
     """A grid's setting in a few characters."""
-    values = ", ".join(_named_value(key, value) for key, value in setting.items())
+    values = ", ".join(_named_value(key, value) for key, value in shown_part(setting).items())
     return f"{head}: {values}" if (head := head_in(name)) else values or "-"
+
+
+def shown_part(setting: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What tables and sentences have of a setting: of a rule that was solved for, the numbers that were fitted."""
+    return {key: setting[key] for key in ("slope", "offset")} if "slope" in setting else setting
+
+
+def competes(name: str, experiment: Experiment) -> bool:
+    """Whether decode.policies lets a policy compete."""
+    return not experiment.decode.policies or name in experiment.decode.policies
 
 
 def _named_value(key: str, value: object) -> str:
@@ -113,8 +124,14 @@ def competitors_of(
         raise ValueError(
             f"decode.grid asks for a fixed length of {longest}; decode.max_draft_length is {max_draft_length}, raise it"
         )
+    if AUTO_TOKEN_PROB in grids:
+        raise ValueError(
+            f"decode.grid has values for {AUTO_TOKEN_PROB}, whose numbers are solved for on dev; drop them there"
+        )
     competitors = []
     for name, parameters in values.items():
+        if name == AUTO_TOKEN_PROB:
+            continue  # `evaluation.contest.Replays.token_rules`: it depends on the times
         if name != "head":
             competitors.append(make_competitor(name, name, parameters))
             continue

@@ -6,12 +6,12 @@ times (law 4.10).
     2. Of all settings of a family, `fastest_on_dev` takes the one with the most tokens per second on dev.
     3. That setting is judged on the test prompts: its `Result`.
 
-Two policies depend on the times: the rule of law 4.11 and the oracle. `hold_each` solves and replays them for each set
-of times.
+Two policies depend on the times: the rule of law 4.11, with a head or without one, and the oracle. `hold_each` solves
+and replays them for each set of times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from decode.policies.base import Policy
+from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.competitor import Arm, Competitor, bounds, label_of
 from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
 from evaluation.gain import Gain, Splits, Throughput, gain_over
@@ -28,7 +29,7 @@ from evaluation.times import Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
-from evaluation.tuning.rule import autos_for, side_by_side
+from evaluation.tuning.rule import autos_for, side_by_side, token_rules_for
 from heads.model.head import AcceptanceHead, Timing
 from store.progress import Bar
 
@@ -143,6 +144,8 @@ class Replays:
 
     traces: Splits[Trace]
     arms: Sequence[Arm]
+    has_token_rule: bool = False
+    """Whether `token_rules` compete."""
 
     def autos(
         self, head: AcceptanceHead, every: Sequence[Times], is_online: Sequence[bool] = (False, True)
@@ -156,6 +159,19 @@ class Replays:
             for number, rule in enumerate(rules):
                 competitor = Competitor(name, name, rule, ({},))
                 arms[number].append(Arm(competitor, *(part.select([number]) for part in played)))
+        return arms
+
+    def token_rules(self, every: Sequence[Times]) -> list[Arm]:
+        """The rule of law 4.11 without a head at each of several times, on calibrated q(y): two numbers and lambda are
+        fitted on dev. Its setting has every number, so that it can be written down and run.
+        """
+        rules = token_rules_for(self.traces.dev, every)
+        played = [replay_settings(trace, side_by_side(rules)) for trace in self.traces]
+        arms = []
+        for number, rule in enumerate(rules):
+            setting = {f.name: getattr(rule, f.name) for f in fields(rule) if getattr(rule, f.name) != f.default}
+            competitor = Competitor(AUTO_TOKEN_PROB, AUTO_TOKEN_PROB, rule, (setting,))
+            arms.append(Arm(competitor, *(part.select([number]) for part in played)))
         return arms
 
     def oracle(self, times: Times) -> Arm:
@@ -184,9 +200,10 @@ def hold_each(
     autos: dict[int, list[Arm]] = {}
     for head, numbers in of_head.items():
         autos |= zip(numbers, replays.autos(head, [every[number] for number in numbers], is_online), strict=True)
+    token_rules = replays.token_rules(every) if replays.has_token_rule else []
     contests = []
     for number, (times, results) in enumerate(zip(every, best_arms, strict=True)):
-        of_times = [*autos.get(number, ()), replays.oracle(times)]
+        of_times = [*token_rules[number : number + 1], *autos.get(number, ()), replays.oracle(times)]
         results = fastest_on_dev(of_times, times, results)
         order = dict.fromkeys([*(name for name in families() if name in results), *results])
         splits = repeated_splits([*replays.arms, *of_times], times)
@@ -241,13 +258,19 @@ def best_heads(results: Mapping[str, Result]) -> dict[Timing, AcceptanceHead]:
 
 
 def replay_dataset(
-    traces: Splits[Trace], competitors: Sequence[Competitor], *, perfect_head: bool, name: str
+    traces: Splits[Trace],
+    competitors: Sequence[Competitor],
+    *,
+    perfect_head: bool,
+    name: str,
+    has_token_rule: bool = False,
 ) -> Replays:
     """Every arm of one dataset, the bounds last; `perfect_head`: the trace knows acceptance along branches too, which
-    the bounds of the perfect head need.
+    the bounds of the perfect head need; `has_token_rule` as `Replays` has it.
     """
     every = [*competitors, *bounds(perfect_head=perfect_head)]
-    return Replays(traces, list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies"), traces)))
+    arms = list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies"), traces))
+    return Replays(traces, arms, has_token_rule)
 
 
 def replay_arms(competitors: Iterable[Competitor], traces: Splits[Trace]) -> Iterator[Arm]:

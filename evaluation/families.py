@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
 
-from decode.policies.registry import POLICIES, RULES
+from decode.policies.registry import AUTO_TOKEN_PROB, POLICIES, RULES
 from heads.model.head import Timing
 
 ALONE, BASELINE, PRODUCT = "target_alone", "fixed_length", "cumulative_token_prob"
@@ -48,7 +48,7 @@ class Family(NamedTuple):
 
 _KINDS = (
     dict.fromkeys((BASELINE, "heuristic"), LENGTHS)
-    | dict.fromkeys(("token_prob", PRODUCT, "max_prob"), PROBABILITIES)
+    | dict.fromkeys(("token_prob", PRODUCT, "max_prob", AUTO_TOKEN_PROB), PROBABILITIES)
     | dict.fromkeys(("entropy", "self_verify", "ada_edl"), ENTROPIES)
     | dict.fromkeys(RULES, ENGINES)
 )

@@ -24,6 +24,8 @@ from lm.features.model import BlockModel
 from lm.signals import POSITION, TokenStats, signals_of, token_stats
 
 FED = "fed_logit"
+_READ = {"entropy", "max_prob", "top_prob", "logit_token_prob"}
+"""Signals of `lm.signals` that policies read by the same name."""
 _NO_STATS = TokenStats(0.0, 0.0, -math.inf, 0.0, 0.0)
 
 
@@ -143,7 +145,7 @@ class HostSignals(SignalReader):
                 drawn_logit = self._score_drawn(hidden, numbers, token)
         confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
         before = position, stats.entropy, stats.max_prob, fed_logit, prefix_logit, top_prob, confidence
-        return token, AfterDraw(*before, math.exp(stats.log_token_prob), drawn_logit)
+        return token, AfterDraw(*before, math.exp(stats.log_token_prob), drawn_logit, stats.logit_token_prob)
 
     def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
         return [column.item() for column in signals_of(logits[None], torch.tensor([token_id]), names).values()]
@@ -246,7 +248,7 @@ def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = Non
 
 def _computed(heads: Iterable[AcceptanceHead | StepwiseHead], signals: frozenset[str]) -> list[str]:
     """Names of the signals (`lm.signals`) that are computed for these heads, and for a policy of these signals."""
-    names = {name for head in heads for name in head.inputs.scalars} | signals & {"entropy", "max_prob", "top_prob"}
+    names = {name for head in heads for name in head.inputs.scalars} | signals & _READ
     return sorted(names | ({"log_token_prob"} if "token_prob" in signals else set()))
 
 

@@ -20,14 +20,15 @@ target alone is then faster; every `probe_every` rounds it drafts in any case.
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from decode.policies.base import AfterDraw, BeforeDraw, Head, Number, Outcome, State
 from decode.policies.learning import learned_from
-from decode.policies.scores import ScoringPolicy
+from decode.policies.scores import ScoreHead, ScoringPolicy
 
 LONGEST = 20
 """Largest fixed length that a prior of lambda compares."""
@@ -167,6 +168,24 @@ class Auto(ScoringPolicy):
         rate, profit = prior_of(self.next_mean, cost, start)
         rate = rate / self.t_target_s if self.throughput is None else self.throughput
         return np.maximum(rate, 1.0 / self.t_target_s), profit if self.prior_profit is None else self.prior_profit
+
+
+@dataclass(frozen=True)
+class AutoTokenProb(Auto):
+    """The rule without a head: it takes P = sigmoid(slope * logit q(y) + offset) for the probability that y is
+    accepted. `evaluation.tuning.rule` fits both numbers on dev; all other parameters are those of `Auto`.
+    """
+
+    slope: float = 1.0
+    offset: float = 0.0
+    ranges = (*Auto.ranges, ("slope", 0.001, inf))  # type: ignore[assignment]
+    head: ClassVar[Head] = property(lambda self: self._scored)  # type: ignore[misc]
+    """What is scored in place of a head; no parameter."""
+
+    @cached_property
+    def _scored(self) -> ScoreHead:
+        shift, temperature = self.offset / self.slope, 1.0 / self.slope
+        return ScoreHead("logit_token_prob", "drawn", calibration_shift=shift, temperature=temperature)
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:

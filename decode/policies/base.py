@@ -53,7 +53,7 @@ class BeforeDraw(NamedTuple):
 
 
 class AfterDraw(NamedTuple):
-    """Signals that are known once the token is drawn: two more. Those that nobody reads have these defaults."""
+    """Signals that are known once the token is drawn: three more. Those that nobody reads have these defaults."""
 
     position: Number
     entropy: Number = 0.0
@@ -66,11 +66,13 @@ class AfterDraw(NamedTuple):
     """q(y) of the drawn token y."""
     drawn_logit: Number = 0.0
     """The drawn-time head's logit for y."""
+    logit_token_prob: Number = 0.0
+    """log(q(y) / (1 - q(y))), within ±16, to full precision where q(y) is near 1."""
 
     @property
     def before(self) -> BeforeDraw:
         """The signals that were known before the draw."""
-        return BeforeDraw(*self[:-2])
+        return BeforeDraw(*self[:-3])
 
 
 class Outcome(NamedTuple):

@@ -6,6 +6,8 @@ head:PATH,max_rejection_prob=0.5            the head policy; PATH is an exported
                                             a threshold the one that `evaluation tune` wrote into its config.json
 auto:PATH                                   the rule that needs no threshold (law 4.11), as
                                             head:PATH,max_rejection_prob=auto
+auto_token_prob:slope=0.9,offset=0.1,…      the same rule without a head, on calibrated q(y); `acceptance-heads
+                                            evaluate` finds its numbers and writes them into the verdict
 my_module:Unsure:floor=0.2                  a custom policy: the class of a module, perhaps in the current directory
 
 Of the values, 0.4 is a float, 5 an int and true a bool; names, paths of heads and everything else are strings.
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.hints import meant
+from decode.policies.auto import AutoTokenProb
 from decode.policies.base import Policy
 from decode.policies.engines import Assisted, DSparkConfidence, LlamaCpp
 from decode.policies.head import HeadPolicy
@@ -40,8 +43,8 @@ from decode.policies.plain import (
 )
 from heads.model.head import AcceptanceHead
 
-__all__ = ["AdaEDL", "Assisted", "CumulativeTokenProb", "DSparkConfidence", "Entropy", "FixedLength", "HeadPolicy"]
-__all__ += ["Heuristic", "LlamaCpp", "MaxProb", "SelfVerify", "TokenProb"]
+__all__ = ["AdaEDL", "Assisted", "AutoTokenProb", "CumulativeTokenProb", "DSparkConfidence", "Entropy", "FixedLength"]
+__all__ += ["HeadPolicy", "Heuristic", "LlamaCpp", "MaxProb", "SelfVerify", "TokenProb"]
 
 
 class Registered(NamedTuple):
@@ -67,6 +70,9 @@ UNIT = _spaced(0.025, 0.975, 39)
 LOGISTIC = tuple(round(float(value), 4) for value in 1 / (1 + np.exp(-np.linspace(-5, 5, 41))))
 """Thresholds of a probability, denser towards both ends."""
 
+AUTO_TOKEN_PROB = "auto_token_prob"
+SOLVED = ("head", AUTO_TOKEN_PROB)
+"""Policies that need more than their defaults: a head, or numbers that are solved for on dev at given times."""
 POLICIES: dict[str, Registered] = {
     "fixed_length": Registered(FixedLength, "best fixed length", lambda longest: {"k": range(longest + 1)}),
     "heuristic": Registered(Heuristic, "heuristic", lambda longest: {"k": range(1, min(10, longest) + 1)}),
@@ -80,6 +86,7 @@ POLICIES: dict[str, Registered] = {
     "ada_edl": Registered(
         AdaEDL, "AdaEDL", lambda _: {"initial_lambda": _spaced(0.0, 0.9, 19), "target_rate": (0.5, 0.7, 0.9)}
     ),
+    AUTO_TOKEN_PROB: Registered(AutoTokenProb, "auto on calibrated q(y)", lambda _: {}),
     "head": Registered(HeadPolicy, "head", lambda _: {"max_rejection_prob": LOGISTIC}),
 }
 """All policies, in the order of tables."""
@@ -164,6 +171,11 @@ def policy_of(
             raise ValueError(f"policy {name} has no parameter {parameter!r}; it has {', '.join(known) or 'none'}")
     if name == "head" and "head" not in parameters:
         raise ValueError("policy head needs an exported head: head:PATH,max_rejection_prob=0.5")
+    if name == AUTO_TOKEN_PROB and not {"t_draft_s", "t_target_s"} <= parameters.keys():
+        raise ValueError(
+            f"policy {name} needs numbers that `acceptance-heads evaluate` finds on dev; take the policy in "
+            "verdict.json, or give slope, offset, t_draft_s and t_target_s"
+        )
     loaded = dict(parameters)
     if isinstance(head := loaded.get("head"), str):
         loaded["head"] = load_head(head)

@@ -8,13 +8,44 @@ prefix head         scores y_i before it is drawn, whichever it will be: the pro
 candidate head      as a drawn-time head, for the candidates of a tree
 """
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from decode.policies.base import AfterDraw, Head, Number, Policy, State, timing_of
+from decode.policies.base import JOINT, AfterDraw, Head, Number, Policy, State, timing_of
 from decode.policies.learning import FIRST, NOTHING, clip, logit_of, score_of, sigmoid, token_feedback
+
+TOKEN_LOGIT = "logit_token_prob"
+
+
+@dataclass(frozen=True)
+class ScoreHead:
+    """Stands in for a head: its logit is a number that the loop or a trace knows without one."""
+
+    score: Literal["perfect", "confidence", "max_prob", "length", "logit_token_prob"]
+    """logit q(y), in the loop and in replay; in replay alone the true acceptance_prob, the output of a DSpark draft's
+    own head, logit(max_v q(v)), from which vLLM's adaptive verification estimates it, or the length that AdaFlash's
+    head predicts.
+    """
+    timing: str = "prefix"
+    calibration_shift: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def signal(self) -> str:
+        """The field of `AfterDraw` that is its logit; empty for what only replay knows."""
+        return self.score if self.score == TOKEN_LOGIT else ""
+
+    @property
+    def shape_name(self) -> str:
+        """Kind of its stop. Where only the stop of q(y) was timed, that time counts."""
+        return f"{TOKEN_LOGIT}{JOINT}token_prob" if self.signal else ""
+
+    def calibrated_logit(self, logit: Number) -> Number:
+        """Logit of the acceptance rate."""
+        return (logit + self.calibration_shift) / self.temperature
 
 
 class ScoringPolicy(Policy):
@@ -33,12 +64,14 @@ class ScoringPolicy(Policy):
     def __post_init__(self) -> None:
         """Raises ValueError for a head that cannot learn."""
         super().__post_init__()
+        if self.is_learning and self._is_signal:
+            raise ValueError("is_learning is for trained heads, not for q(y) alone; leave it out")
         if self.is_learning and self.scores_late:
             raise ValueError("is_learning is for heads of other timings, not a fed-time one; leave it out")
 
     @property
     def heads(self) -> tuple[Head, ...]:  # type: ignore[override]
-        return (self.head,)
+        return () if self._is_signal else (self.head,)
 
     @cached_property
     def stops_before(self) -> bool:  # type: ignore[override]
@@ -93,8 +126,13 @@ class ScoringPolicy(Policy):
         return clip((getattr(signals, self._logit) + shift) / temperature), logit_of(getattr(signals, self._own_signal))
 
     @cached_property
+    def _is_signal(self) -> bool:
+        """Whether the score is a signal of the draft, so that there is no head."""
+        return isinstance(self.head, ScoreHead) and bool(self.head.signal)
+
+    @cached_property
     def _logit(self) -> str:
-        return f"{timing_of(self.head)}_logit"
+        return self.head.signal if self._is_signal else f"{timing_of(self.head)}_logit"
 
     @cached_property
     def _own_signal(self) -> str:

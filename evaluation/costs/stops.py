@@ -31,7 +31,7 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
-from decode.policies.registry import POLICIES, policy_of
+from decode.policies.registry import POLICIES, SOLVED, policy_of
 from evaluation.costs.measure import Loop
 from evaluation.times import StopShares
 from evaluation.turns import turns_within
@@ -76,7 +76,7 @@ def policies_by_kind(heads: Iterable[AcceptanceHead], others: Iterable[Policy] =
     """One policy of each kind of stop: the registered ones at their defaults, one head of each shape, and the
     `others`.
     """
-    registered = (policy_of(name, {}) for name in POLICIES if name != "head")
+    registered = (policy_of(name, {}) for name in POLICIES if name not in SOLVED)
     policies = [*registered, *(HeadPolicy(head) for head in heads), *others]
     return {policy.stop_kind: policy for policy in reversed(policies) if policy.stop_kind}
 

@@ -12,6 +12,7 @@ import torch
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from decode.policies.batch import BatchAuto
+from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
 from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
 from evaluation.competitor import head_in
@@ -19,7 +20,6 @@ from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
 from evaluation.times import Times
-from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for

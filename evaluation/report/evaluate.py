@@ -14,8 +14,9 @@ import pandas as pd
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
+from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.clock import check_clock, clock_dataset, clock_table
-from evaluation.competitor import competitors_with, make_competitor
+from evaluation.competitor import competes, competitors_with, make_competitor
 from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
@@ -116,7 +117,13 @@ def compare_all(
         if length_head is not None:
             for trace in traces:
                 predict_length(trace, length_head)
-        replays = replay_dataset(traces, competitors, perfect_head=experiment.decode.perfect_head, name=dataset)
+        replays = replay_dataset(
+            traces,
+            competitors,
+            perfect_head=experiment.decode.perfect_head,
+            name=dataset,
+            has_token_rule=competes(AUTO_TOKEN_PROB, experiment),
+        )
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:
             stage_table(contest).print()

@@ -128,6 +128,8 @@ def title_of(contest: Contest) -> str:
 
 def values_of(setting: Mapping[str, Any]) -> str:
     """The values of a setting, without their names."""
+    if "slope" in setting:
+        return f"{setting['slope']:.3g} logit q(y) {setting['offset']:+.3g}, two numbers fitted on dev"
     values = {key: f"{value:.3g}" if isinstance(value, float) else f"{value}" for key, value in setting.items()}
     if CALIBRATED in setting:
         values[CALIBRATED] = calibration_text(setting[CALIBRATED])

@@ -14,7 +14,8 @@ from typing import Any
 from configs.schema import Config, SamplingConfig
 from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
-from evaluation.competitor import Competitor
+from decode.policies.registry import AUTO_TOKEN_PROB
+from evaluation.competitor import Competitor, competes
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
 from evaluation.report.tables import records_of
@@ -91,6 +92,9 @@ def source_contests(
     experiment = Experiment(replace(config, pair=pair, decode=decode))
     name = next(iter(experiment.datasets))
     traces, desc = trace_folder(experiment).load(name), f"transfer from {name}"
-    replays = replay_dataset(traces, competitors, perfect_head=decode.perfect_head, name=desc)
+    has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
+    replays = replay_dataset(
+        traces, competitors, perfect_head=decode.perfect_head, name=desc, has_token_rule=has_token_rule
+    )
     dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
     return {contest.times.title: contest for contest in hold_each(replays, every_times, dataset=dataset)}

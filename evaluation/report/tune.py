@@ -9,7 +9,8 @@ from pathlib import Path
 
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.competitor import CALIBRATED, calibration_text, competitors_with
+from decode.policies.registry import AUTO_TOKEN_PROB
+from evaluation.competitor import CALIBRATED, calibration_text, competes, competitors_with
 from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
@@ -51,7 +52,8 @@ def tune(config: Config, *, write: bool | None = None, ratio: float | None = Non
         folder.complete()
         names = verdict_sets(experiment)
         traces = Splits(*map(join_traces, zip(*map(folder.load, names), strict=True)))
-        replays = replay_dataset(traces, competitors, perfect_head=False, name="tune")
+        has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
+        replays = replay_dataset(traces, competitors, perfect_head=False, name="tune", has_token_rule=has_token_rule)
         contest = hold(replays, times, dataset=" + ".join(names))
         tuned = tuned_heads(replays, contest)
         verdict = record_of(conclude(contest, replays.arms), experiment)

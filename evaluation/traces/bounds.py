@@ -1,13 +1,13 @@
-"""What only a trace can offer: policies and heads that know outcomes or other recorded numbers (law 4.10)."""
+"""What only a trace can offer: the policy that knows outcomes (law 4.10)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
-from decode.policies.base import Number, Policy
+from decode.policies.base import Policy
 
 Array = np.ndarray
 
@@ -49,21 +49,3 @@ class Oracle(Policy):
                 best = longest - options[::-1].argmin()  # the longest of equals
                 lengths[start + index], left_s[index] = best, options[best]
         return lengths
-
-
-@dataclass(frozen=True)
-class ScoreHead:
-    """Stands in for a head in replay; its logits are numbers of the trace."""
-
-    score: Literal["perfect", "confidence", "max_prob", "length"]
-    """The true acceptance_prob, the output of a DSpark draft's own head, logit(max_v q(v)), from which vLLM's adaptive
-    verification estimates it, or the length that AdaFlash's head predicts.
-    """
-    timing: str = "prefix"
-    calibration_shift: float = 0.0
-    temperature: float = 1.0
-    shape_name: ClassVar[str] = ""
-
-    def calibrated_logit(self, logit: Number) -> Number:
-        """Logit of the acceptance rate."""
-        return (logit + self.calibration_shift) / self.temperature

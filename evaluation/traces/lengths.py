@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from decode.policies.base import BeforeDraw, Number, Policy, State
-from evaluation.traces.bounds import ScoreHead
+from decode.policies.scores import ScoreHead
 from evaluation.traces.trace import LENGTH, Trace
 
 _RIDGE = 1e-9

@@ -26,10 +26,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from decode.policies.learning import logit_of
-from evaluation.traces.bounds import ScoreHead
+from decode.policies.scores import TOKEN_LOGIT, ScoreHead
 from heads.model.head import AcceptanceHead
 from lm import Sampling
-from lm.signals import POSITION
+from lm.signals import POSITION, logit_of_log
 
 Array = np.ndarray
 CONFIDENCE = "confidence_logit"
@@ -186,6 +186,8 @@ class Trace:
         """A signal as policies read it; ValueError if the trace was recorded without it."""
         if name == "token_prob":
             return np.exp(self.drafts["log_token_prob"])
+        if name == TOKEN_LOGIT and name not in self.drafts:  # a trace of version 0.2.0
+            return logit_of_log(torch.from_numpy(self.drafts["log_token_prob"])).numpy()
         if name not in self.drafts:
             raise ValueError(
                 "the trace's draft has no confidence head; use a DSpark draft that has one, or another policy"
@@ -204,6 +206,8 @@ class Trace:
             if key not in self.drafts:
                 self.drafts[key] = self._score(head)
             return self.drafts[key]
+        if head.signal:
+            return self.signal(head.signal)
         if head.score == "max_prob":
             return np.asarray(logit_of(self.signal("max_prob")))
         if head.score != "perfect":

@@ -17,21 +17,25 @@ g = P (A r).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from scipy.special import expit
 
-from decode.policies.auto import Auto
+from decode.policies.auto import Auto, AutoTokenProb
 from decode.policies.batch import BatchAuto, BatchCosts
 from decode.policies.head import HeadPolicy
+from decode.policies.scores import TOKEN_LOGIT, ScoreHead
 from evaluation.batches.load import queue_of, step_through
 from evaluation.played import Played
 from evaluation.times import LinearCosts, Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Array, Trace
+from heads.measures.histogram import observe
+from heads.measures.scores import fit_logistic
 
 _OF_TIMES = (*LinearCosts._fields, "throughput", "prior_profit")
 """Parameters of the rule that depend on times."""
@@ -42,6 +46,8 @@ _PRIOR_PAIRS = 8.0
 """Weight, in pairs, of the scores' marginal in each row of P, and of the mean score in each A: bins may hold few
 pairs.
 """
+_LEAST_SLOPE = 0.001
+"""Where q(y) says nothing of acceptance, or the opposite, the mean acceptance is predicted of every token."""
 _LEAST = 0.01
 """No acceptance and no g is taken to be smaller: prices are divided by them."""
 
@@ -157,6 +163,24 @@ def roots(
         worth = np.maximum(gain[: len(acceptance)], 0.0)
     # Q falls in x, and interp wants rising values: hence -Q
     return np.array([np.interp(0.0, -row, _PRICES) for row in gain])
+
+
+def token_rules_for(trace: Trace, every: Sequence[Times]) -> list[AutoTokenProb]:
+    """The rule without a head for each of several times: slope and offset of P = sigmoid(slope * logit q(y) + offset)
+    are the logistic fit to the tokens that a round may draft first at each position of these dev prompts.
+    """
+    drafted = trace.first_drawn[trace.is_drafted]
+    logit, label = (torch.from_numpy(trace.signal(name)[drafted]) for name in (TOKEN_LOGIT, "acceptance_prob"))
+    slope, offset = (float(number) for number in fit_logistic(observe(logit[None], label[None])))
+    if slope < _LEAST_SLOPE:
+        slope, offset = _LEAST_SLOPE, float(label.double().mean().clamp(1e-6, 1 - 1e-6).logit())
+    head = ScoreHead("logit_token_prob", "drawn", calibration_shift=offset / slope, temperature=1.0 / slope)
+    names = [parameter.name for parameter in fields(Auto) if parameter.name != "head"]
+    rules = []
+    for rule in autos_for(head, trace, every):
+        solved = {name: getattr(rule, name) for name in names}
+        rules.append(AutoTokenProb(**solved, slope=slope, offset=offset))
+    return rules
 
 
 def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: bool = False) -> list[Auto]:

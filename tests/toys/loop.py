@@ -14,7 +14,7 @@ from decode.drafters.trees import Shape, TreeDrafter
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from decode.policies.base import Number
-from decode.policies.batch import BatchAuto, BatchCosts, Curve
+from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
 from decode.policies.learning import sigmoid
 from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES
@@ -118,6 +118,7 @@ POLICIES: dict[str, Policy] = {
         (toy_head("fed", seed=2, scalars=BY_POSITION), toy_head("drawn", seed=3, scalars=BY_POSITION))
     ),
     "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
+    "auto_token_prob": policies.AutoTokenProb(0.25, 1.0, slope=0.8, offset=0.3, index_slope=0.3, probe_every=2),
     "recalling": Recalling(),
     "llama_cpp": policies.LlamaCpp(p_min=0.6),
     "both_heads": BothHeads((toy_head("fed", seed=2), toy_head("drawn", seed=2))),
@@ -135,6 +136,7 @@ RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.li
 AUTOS = {
     "batch_rule": RULE,
     "learning_rule": replace(RULE, is_learning=True),
+    "batch_rule_without_head": batched(POLICIES["auto_token_prob"], 2),
     "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05),
 }
 """Rules that price tokens, whose lambda a batch learns together, and the rule of one sequence."""

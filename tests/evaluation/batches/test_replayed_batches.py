@@ -10,9 +10,9 @@ import pytest
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto, BatchController, BatchCosts, Curve, batched
+from decode.policies.scores import ScoreHead
 from evaluation.batches.load import Load, load_of, queue_of, step_through
 from evaluation.report.batches import estimator_of
-from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace

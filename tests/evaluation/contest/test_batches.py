@@ -7,6 +7,7 @@ import torch
 
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
+from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import BatchTimes, setups_of
 from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
@@ -16,7 +17,6 @@ from evaluation.gain import Splits
 from evaluation.report import batches
 from evaluation.report.batches import contests_of, in_batches
 from evaluation.times import RECORDED, StopShares, Times
-from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_rounds
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead

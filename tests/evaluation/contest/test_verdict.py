@@ -18,6 +18,7 @@ from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairC
 from decode.experiment import LEVELS, Experiment
 from decode.loop.rounds import Counts
 from decode.policies import FixedLength
+from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.competitor import Arm, Competitor, competitors_of
 from evaluation.contest import fastest_on_dev, hold
 from evaluation.families import (
@@ -101,7 +102,7 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
     heads = ["head_specdec", "head_fed", "head_drawn", "head_prefix"]
     assert [name for name in families() if GROUPS["heads"](name)] == heads
     free = {entry.family for entry in competitors_of({}, {}, max_draft_length=5)}
-    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free
+    assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free | {AUTO_TOKEN_PROB}
     assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
 
 

@@ -15,6 +15,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
+from decode.policies.scores import ScoreHead
 from evaluation.costs.init import timing_line
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop, _rounds, costs_of, time_rounds, timed_lengths
@@ -22,7 +23,7 @@ from evaluation.costs.stability import SKIP, stable
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
 from evaluation.papers.specdec import regressed
 from evaluation.times import LARGEST_ERROR, StopShares, Times
-from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead

@@ -11,8 +11,8 @@ import torch
 from data_gen.responses.exchange import Exchange
 from decode.experiment import Experiment
 from decode.policies import DSparkConfidence, Entropy
+from decode.policies.scores import ScoreHead
 from evaluation.report.plots import reliability_plot
-from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder

@@ -18,9 +18,10 @@ from decode.loop.rounds import Counts
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of
+from decode.policies.scores import ScoreHead
 from evaluation.flags.engines import ShortDrafts
 from evaluation.times import Times
-from evaluation.traces.bounds import Oracle, ScoreHead
+from evaluation.traces.bounds import Oracle
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import InputTensors, Trace

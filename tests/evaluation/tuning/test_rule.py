@@ -9,9 +9,8 @@ import pytest
 from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
 from decode.policies.head import HeadPolicy
-from decode.policies.scores import sigmoid
+from decode.policies.scores import ScoreHead, sigmoid
 from evaluation.times import Times
-from evaluation.traces.bounds import ScoreHead
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import Pairs, autos_for, index_of, pairs_of, solve, token_scores
 from heads import AcceptanceHead
