@@ -258,7 +258,8 @@ class Experiment:
                     f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
                     "export`, or give one: head:PATH"
                 )
-            parameters = {"head": best.path, **(parameters or best.settings)}
+            path, settings, _ = best
+            parameters = {"head": path, **(parameters or settings)}
         return policy_of(name, parameters, self.load_head)
 
     @cached_property
@@ -268,7 +269,8 @@ class Experiment:
         if verdict is not None and verdict["of"] == self.identity:
             return verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}"
         if (best := best_head(self._heads_of_sampling)) is not None:
-            return "head", f"head {best.reason}"
+            _, _, reason = best
+            return "head", f"head {reason}"
         if self.head_paths:
             reason = f"no head was trained for this sampling ({self.sampling.text})"
         else:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import inf
 from os.path import realpath
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from heads.model.files import WEIGHTS, local_directory, rank_of, read_head_config
 from store.json_files import read_json
@@ -13,15 +13,6 @@ VERDICT = "verdict.json"
 """File in decode.dir with what `evaluate` and `tune` recommend."""
 UNTUNED = {"max_rejection_prob": 0.4, "is_calibrated": True}
 """Settings of a head that was never tuned; a calibrated risk does not depend on the weights of its training."""
-
-
-class Chosen(NamedTuple):
-    """A head, and the reason for the choice."""
-
-    path: str
-    settings: Mapping[str, Any]
-    """Settings of its policy, beside those that were tuned."""
-    reason: str
 
 
 def read_verdict(directory: Path, heads: Mapping[str, str]) -> dict[str, Any] | None:
@@ -50,10 +41,11 @@ def heads_for(heads: Mapping[str, str], sampling: Mapping[str, Any]) -> dict[str
     return fitting
 
 
-def best_head(paths: Mapping[str, str]) -> Chosen | None:
+def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, Any], str] | None:
     """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one with
-    the least calibrated KL, as a part of that of the draft's own signal at its timing. Candidate heads, which stop
-    trees, are skipped. Only config.json is read.
+    the least calibrated KL, as a part of that of the draft's own signal at its timing. Returns its path, settings of
+    its policy beside those that were tuned, and the reason. Candidate heads, which stop trees, are skipped. Only
+    config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.
@@ -71,7 +63,7 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
             f"heads, predicted {speed_ups[name]:.2f} times as fast as the target alone"
         )
         reason += f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
-        return Chosen(paths[name], {}, reason)
+        return paths[name], {}, reason
     if not chains:
         return None
     ranks = {name: rank_of(config.get("metrics", {})) for name, config in chains.items()}
@@ -80,4 +72,4 @@ def best_head(paths: Mapping[str, str]) -> Chosen | None:
     why = f"least calibrated KL of {len(ranks)}" if is_measured else "no measured one"
     risk = UNTUNED["max_rejection_prob"]
     reason = f"{name} ({why}), at a calibrated risk of {risk}, since no head is tuned (`acceptance-heads tune`)"
-    return Chosen(paths[name], UNTUNED, reason)
+    return paths[name], UNTUNED, reason

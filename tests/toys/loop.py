@@ -17,7 +17,7 @@ from decode.policies.base import Number
 from decode.policies.batch import BatchAuto, BatchCosts, Curve, batched
 from decode.policies.learning import sigmoid
 from decode.policies.registry import POLICIES as REGISTERED
-from decode.policies.registry import RULES
+from decode.policies.registry import RULES, SOLVED
 from heads import AcceptanceHead
 from lm import Sampler, Sampling
 from lm.batch import BatchModel
@@ -118,7 +118,6 @@ POLICIES: dict[str, Policy] = {
         (toy_head("fed", seed=2, scalars=BY_POSITION), toy_head("drawn", seed=3, scalars=BY_POSITION))
     ),
     "prefix_position": HeadPolicy(toy_head("prefix", seed=7, scalars=BY_POSITION), 0.5),
-    "auto_token_prob": policies.AutoTokenProb(0.25, 1.0, slope=0.8, offset=0.3, index_slope=0.3, probe_every=2),
     "recalling": Recalling(),
     "llama_cpp": policies.LlamaCpp(p_min=0.6),
     "both_heads": BothHeads((toy_head("fed", seed=2), toy_head("drawn", seed=2))),
@@ -128,15 +127,17 @@ OF_BLOCKS = {name: each.kind() for name, each in RULES.items() if "confidence_lo
 POLICIES |= {
     name: each.kind()
     for name, each in (REGISTERED | RULES).items()
-    if name not in (*POLICIES, *OF_BLOCKS) and name != "head"
+    if name not in (*POLICIES, *OF_BLOCKS) and name not in SOLVED
 }
 """Every registered policy and engine's rule for any draft, so that the laws are proven for a new one at once."""
 
 RULE = BatchAuto(toy_head("drawn", seed=2), BatchCosts(Curve.line(0.1), Curve.line(1.0, 0.05)), 2, index_slope=0.3)
+WITHOUT_HEAD = policies.AutoTokenProb(0.25, 1.0, slope=0.8, offset=0.3, index_slope=0.3, probe_every=2)
 AUTOS = {
+    "auto_token_prob": WITHOUT_HEAD,
     "batch_rule": RULE,
     "learning_rule": replace(RULE, is_learning=True),
-    "batch_rule_without_head": batched(POLICIES["auto_token_prob"], 2),
+    "batch_rule_without_head": batched(WITHOUT_HEAD, 2),
     "auto": Auto(toy_head("fed", seed=2), 0.1, 1.0, t_verify_s=0.05),
 }
 """Rules that price tokens, whose lambda a batch learns together, and the rule of one sequence."""

@@ -58,7 +58,7 @@ def test_a_sequence_learns_from_its_own_rounds_as_it_does_alone(policy):
     assert_as_alone(decoder_of(LEARNING[policy], eos_ids=(), length=5), PROMPTS, [30] * len(PROMPTS), 3)
 
 
-@pytest.mark.parametrize("policy", ["self_verify", "ada_edl", "auto", "batch_rule"])
+@pytest.mark.parametrize("policy", ["self_verify", "ada_edl", "auto", "batch_rule", "auto_token_prob"])
 def test_a_sequence_has_the_targets_law_whoever_sits_beside_it(policy):
     decoder = decoder_of((POLICIES | AUTOS)[policy], sampling=SAMPLINGS["cold"])
 

@@ -15,17 +15,17 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic
 from lm import RandomSampler, Sampler, Sampling
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, assert_lossless, decoder_of, law
+from tests.toys.loop import AUTOS, POLICIES, PROMPT, SAMPLINGS, assert_lossless, decoder_of, law
 
 SETTINGS = {name: {"sampling": sampling} for name, sampling in SAMPLINGS.items()}
 SETTINGS |= {f"EOS {ids}": {"eos_ids": ids} for ids in ((), (0, 2), (0, 1, 2))}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "auto_token_prob"])
 def test_every_policy_preserves_the_target_law_under_every_sampling(policy, setting):
     """And with no EOS, and with several."""
-    assert_lossless(decoder_of(POLICIES[policy], **SETTINGS[setting]), 3)
+    assert_lossless(decoder_of((POLICIES | AUTOS)[policy], **SETTINGS[setting]), 3)
 
 
 @pytest.mark.parametrize("max_new_tokens", [0, 1, 2, 4])

@@ -20,7 +20,7 @@ from evaluation.tuning.rule import batch_auto_for
 from lm import Sampling
 from tests.evaluation.traces import forms
 from tests.toys import small_pair
-from tests.toys.loop import POLICIES, Recalling, decoder_of, toy_head
+from tests.toys.loop import POLICIES, WITHOUT_HEAD, Recalling, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCK, draft, feature_head
 from tests.toys.traces import traced
 
@@ -31,6 +31,7 @@ RULES = {
     "known": BatchAuto(**LINES, throughput=2.5),
     "learned": BatchAuto(**LINES | {"head": toy_head("fed", seed=2)}),
     "learning": BatchAuto(**LINES, is_learning=True),
+    "without_head": BatchAuto(**LINES | {"head": WITHOUT_HEAD.head}),
     "curves": BatchAuto(**LINES | {"costs": CURVES, "index_slope": 0.3}),
 }
 HEAD = feature_head("prefix", draft("rnn").hidden_size)

@@ -19,13 +19,14 @@ from heads import AcceptanceHead
 from lm import Pair, Sampling, load_pair
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED, GREEDY, model_head, rows_that_differ, rules_of
-from tests.toys.loop import POLICIES, SAMPLINGS, BothHeads, decoder_of, toy_head
+from tests.toys.loop import POLICIES, SAMPLINGS, WITHOUT_HEAD, BothHeads, decoder_of, toy_head
 from tests.toys.random_drafts import BLOCKS, KINDS
 from tests.toys.small_pair import traced_by
 from tests.toys.traces import traced
 
 RULES = POLICIES | {
     "auto_online": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2),
+    "auto_token_prob": WITHOUT_HEAD,
     "auto_learning": Auto(toy_head("drawn", seed=2), 0.2, 1.0, probe_every=2, is_learning=True),
     "auto_before_the_draw": Auto(
         toy_head("prefix", seed=2), 0.05, 1.0, t_verify_s=0.3, probe_every=2, is_learning=True
@@ -50,7 +51,11 @@ COLD += [("eagle", name, rules_of("eagle")[name]) for name in ("fixed_length", "
 
 TOYS = [(policy, "plain", 4, 3, (2,)) for policy in RULES]
 OTHERS = [("top_k", 5, 2, ()), ("top_p", 3, 2, (0, 2)), ("greedy", 5, 2, (2,)), ("cold", 1, 2, (2,))]
-TOYS += [(policy, *other) for policy in ("fixed_length", "ada_edl", "both_heads", "auto_online") for other in OTHERS]
+TOYS += [
+    (policy, *other)
+    for policy in ("fixed_length", "ada_edl", "both_heads", "auto_online", "auto_token_prob")
+    for other in OTHERS
+]
 
 
 @pytest.mark.parametrize(("policy", "sampling", "limit", "length", "eos_ids"), TOYS)

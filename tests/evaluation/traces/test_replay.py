@@ -30,7 +30,7 @@ from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.evaluation.traces import forms
 from tests.evaluation.traces.forms import COUNTED
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of
-from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, decoder_of, toy_head
+from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, WITHOUT_HEAD, decoder_of, toy_head
 from tests.toys.small_pair import LENGTH
 from tests.toys.small_pair import trace as small_trace
 from tests.toys.traces import EOS, Toys, traced
@@ -118,6 +118,7 @@ def assert_same_counts(
 
 CASES = [
     *((name, {}) for name in POLICIES),
+    *(("auto_token_prob", {"sampling": name, "limit": 4}) for name in ("plain", "top_k", "greedy")),
     *((name, {"sampling": "top_k", "limit": 4}) for name in ("heuristic", "self_verify", "ada_edl")),
     *product(("entropy", "ada_edl", "both_heads"), ({"sampling": name} for name in SAMPLINGS if name != "plain")),
     *product(("fixed_length", "fed_head"), ({"eos_ids": ids} for ids in ((), (0, 2), (0, 1, 2)))),
@@ -129,7 +130,8 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "how"), CASES, ids=str)
 def test_replay_has_the_loops_law_of_counts_for_every_policy(policy, how):
-    assert_same_counts((POLICIES | {"longest": FixedLength(20), "diary": Diary()})[policy], **how)
+    others = {"longest": FixedLength(20), "diary": Diary(), "auto_token_prob": WITHOUT_HEAD}
+    assert_same_counts((POLICIES | others)[policy], **how)
 
 
 LIKELIEST = {
