@@ -266,7 +266,8 @@ def together(parts: Mapping[str, Replays], times: Times) -> tuple[Contest, list[
     arms = pooled([replays.arms for replays in parts.values()])
     dev = join_traces([replays.traces.dev for replays in parts.values()])
     test = join_traces([replays.traces.test for replays in parts.values()])
-    return hold(Replays(Splits(dev, test), arms), times, dataset=" + ".join(parts)), arms
+    has_token_rule = all(replays.has_token_rule for replays in parts.values())
+    return hold(Replays(Splits(dev, test), arms, has_token_rule), times, dataset=" + ".join(parts)), arms
 
 
 def pooled(every: Sequence[Sequence[Arm]]) -> list[Arm]:
