@@ -109,6 +109,27 @@ def competitors_of(
     Raises:
         ValueError: an unknown policy or parameter, a value out of range; values of a policy that does not compete.
     """
+    values = _values_of(grids, policies, max_draft_length)
+    competitors = []
+    for name, parameters in values.items():
+        if name == AUTO_TOKEN_PROB:
+            continue  # `evaluation.contest.Replays.token_rules`: it depends on the times
+        if name != "head":
+            competitors.append(make_competitor(name, name, parameters))
+            continue
+        for head_name, head in heads.items():
+            family = family_of(head)
+            of_head = dict(parameters)
+            of_head.setdefault(CALIBRATED, [family != SPECDEC])
+            competitor = make_competitor(family, name, of_head, head=head)
+            competitors.append(replace(competitor, name=f"{_HEAD}{head_name}"))
+    return competitors
+
+
+def _values_of(
+    grids: Mapping[str, Mapping[str, Sequence[Any]]], policies: Sequence[str], max_draft_length: int
+) -> dict[str, Mapping[str, Sequence[Any]]]:
+    """Policy -> parameter -> values to compare, checked as `competitors_of` says."""
     names = ["fixed_length", *policies] if policies else POLICIES
     values = {name: registered(name).values(max_draft_length) for name in names}
     if policies and (left_out := [name for name in grids if name not in values]):
@@ -128,20 +149,7 @@ def competitors_of(
         raise ValueError(
             f"decode.grid has values for {AUTO_TOKEN_PROB}, whose numbers are solved for on dev; drop them there"
         )
-    competitors = []
-    for name, parameters in values.items():
-        if name == AUTO_TOKEN_PROB:
-            continue  # `evaluation.contest.Replays.token_rules`: it depends on the times
-        if name != "head":
-            competitors.append(make_competitor(name, name, parameters))
-            continue
-        for head_name, head in heads.items():
-            family = family_of(head)
-            of_head = dict(parameters)
-            of_head.setdefault(CALIBRATED, [family != SPECDEC])
-            competitor = make_competitor(family, name, of_head, head=head)
-            competitors.append(replace(competitor, name=f"{_HEAD}{head_name}"))
-    return competitors
+    return values
 
 
 def competitors_with(

@@ -180,7 +180,7 @@ class AutoTokenProb(Auto):
     offset: float = 0.0
     ranges = (*Auto.ranges, ("slope", 0.001, inf))  # type: ignore[assignment]
     head: ClassVar[Head] = property(lambda self: self._scored)  # type: ignore[misc]
-    """What is scored in place of a head; no parameter."""
+    """What is scored instead of a head; no parameter."""
 
     @cached_property
     def _scored(self) -> ScoreHead:
