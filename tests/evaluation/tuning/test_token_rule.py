@@ -41,6 +41,9 @@ def test_the_two_numbers_are_the_logistic_fit_to_the_tokens_that_rounds_draft_fi
     (rule,) = token_rules_for(replace(dev, drafts=dev.drafts | {"acceptance_prob": 1 - law}), [TIMES])
     assert expit(rule.offset) == pytest.approx(float(1 - law[drafted].mean()), abs=0.01)
     assert rule.slope == 0.001
+    columns = {name: values for name, values in dev.drafts.items() if name != "logit_token_prob"}
+    of_older_version = replace(dev, drafts=columns).signal("logit_token_prob")
+    assert of_older_version == pytest.approx(dev.signal("logit_token_prob"), rel=1e-3, abs=1e-3)
 
 
 def test_the_rule_is_that_of_a_head_whose_logit_is_the_calibrated_one_of_q(splits):
@@ -91,9 +94,3 @@ SERVER = {"draft": dict, "target": dict, "warn": print}
 def test_what_lacks_its_numbers_or_has_others_is_refused(make, problem):
     with pytest.raises(ValueError, match=problem):
         make()
-
-
-def test_a_trace_of_version_0_2_gives_logit_q_from_log_q(splits):
-    columns = {name: values for name, values in splits.test.drafts.items() if name != "logit_token_prob"}
-    found = replace(splits.test, drafts=columns).signal("logit_token_prob")
-    assert found == pytest.approx(splits.test.signal("logit_token_prob"), rel=1e-3, abs=1e-3)
