@@ -1,15 +1,12 @@
 """With dev and test redrawn, dev of every split chooses each family's setting and test of that split judges it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from evaluation.contest import Contest
-from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE, family
+from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE
 from evaluation.gain import Throughput
 from evaluation.played import joined
-from evaluation.report.tables import records_of, result_table, stage_table
 from evaluation.report.verdict import pooled
 from evaluation.splits import RepeatedSplits, draw_splits, repeated_splits
 from tests.evaluation.contest.conftest import CURVE
@@ -77,20 +74,3 @@ def test_a_contest_has_the_splits_of_all_its_families_also_over_several_datasets
     both = repeated_splits(pooled([replays.arms, replays.arms]), CURVE)
     # of twice the prompts, each there twice
     assert both.spread(PRODUCT) < contest.splits.spread(PRODUCT)
-
-
-def test_tables_and_csv_have_the_splits_beside_the_one_split_and_rows_without_any_are_empty(contest: Contest):
-    splits = contest.splits
-    assert splits is not None
-    text = f"{splits.median(PRODUCT):+.1%} ± {100 * splits.spread(PRODUCT):.1f}"
-    (record,) = (row for row in records_of(contest.results, contest) if row["family"] == PRODUCT)
-    shown = [record[name] for name in ("splits_median_gain", "splits_spread", "splits_leading")]
-    assert shown == [splits.median(PRODUCT), splits.spread(PRODUCT), splits.share_leading(PRODUCT)]
-    (row,) = (row for row in result_table(contest).rows if row["policy"] == family(PRODUCT).label)
-    assert (row["200 splits"], row["leads"]) == (text, f"{splits.share_leading(PRODUCT):.0%}")
-    (stage,) = (row for row in stage_table(contest).rows if row["stage"].startswith(family(PRODUCT).label))
-    assert stage["200 splits"] == text
-    bare = replace(contest, splits=None)
-    assert "splits_spread" not in records_of(bare.results, bare)[0]
-    assert not any("200 splits" in row for row in stage_table(bare).rows)
-    assert not any(row["200 splits"] for row in result_table(bare).rows)
