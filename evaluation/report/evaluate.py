@@ -83,7 +83,7 @@ def evaluate(
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory)
         compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
-        verdict = record_of(_conclude(experiment, page), experiment)
+        verdict = record_of(conclude_sets(experiment, page), experiment)
         written = [*write_files(page), *publish_verdict(verdict, experiment, directory)]
         if sizes:
             written.append(_batched(experiment, page, every_times, sizes))
@@ -138,7 +138,7 @@ def compare_all(
         page.replays[dataset], page.contests[dataset] = replays, contests
 
 
-def _conclude(experiment: Experiment, page: Page) -> Verdict:
+def conclude_sets(experiment: Experiment, page: Page) -> Verdict:
     """The verdict of the training sets at the evaluation's own times; several have one more table, of all prompts."""
     names = verdict_sets(experiment)
     if len(names) == 1:

@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from decode.experiment import Experiment
 from evaluation.clock import clock_table, report_of
 from evaluation.competitor import bounds
 from evaluation.families import REPLAYED, family
+from evaluation.gain import Splits
 from evaluation.report import page as page_module
+from evaluation.report.evaluate import conclude_sets
 from evaluation.report.page import Page, write_report
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
@@ -98,6 +101,29 @@ def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
     for name in contests:
         sentence = html.escape(sentence_at(contests[name][0])).replace(" %", "&nbsp;%")
         assert f"<h2>{name}</h2><p>{sentence}</p>" in text
+
+
+def test_several_training_sets_have_one_more_table_with_the_contest_of_the_verdict(contest, replays, tmp_path, capsys):
+    two = [replace(part, rows=tuple(replace(row, dataset="two") for row in part.rows)) for part in replays.traces]
+    of_sets = {"one": replays, "two": replace(replays, traces=Splits(*two)), "transfer": replays}
+    contests = {name: [replace(contest, dataset=name)] for name in of_sets}
+    experiment = Experiment.__new__(Experiment)
+    vars(experiment).update(datasets={name: name for name in of_sets}, training_sets={"one": "one", "two": "two"})
+    page = Page(about="", directory=tmp_path, contests=contests, replays=of_sets)
+    verdict = conclude_sets(experiment, page)
+    assert page.pooled == [verdict.contest]
+    assert (verdict.contest.dataset, verdict.contest.num_prompts) == ("one + two", 2 * contest.num_prompts)
+    assert {row["dataset"] for row in page.records} == {"one + two"}
+    assert {row["dataset"] for row in page.stages} == {"one", "two", "transfer", "one + two"}
+    title = stage_table(verdict.contest).title
+    assert title in " ".join(capsys.readouterr().out.split())
+    write_report(page, VERDICT, command=COMMAND)
+    text = (tmp_path / "report.html").read_text()
+    assert text.index(SENTENCE[:30]) < text.index(f"<h3>{html.escape(title)}</h3>") < text.index("<h2>one</h2>")
+    page.pooled.clear()
+    vars(experiment)["datasets"] = {"one": "one", "transfer": "transfer"}
+    assert conclude_sets(experiment, page).contest is page.contests["one"][0]
+    assert page.pooled == []
 
 
 @pytest.mark.browser
