@@ -221,12 +221,13 @@ class HeadsConfig:
 
     dir: str = "checkpoints/runs/run"
     """Directory of checkpoints, metrics and exported heads."""
-    depths: tuple[int, ...] = (0, 1, 2, 3, 4)
+    depths: tuple[int, ...] = (0, 1, 2)
     """Numbers of residual blocks to try; 0 is a linear head."""
     architectures: tuple[str, ...] = ("resnet",)
     """Block types to try: resnet (the paper's) or others of `heads.model.formula`."""
-    reject_weights: tuple[float, ...] = (1.0, 3.0, 6.0, 12.0)
-    """Values of w_rej of the loss to try, above 0. A larger one counts rejections more and lowers raw scores."""
+    reject_weights: tuple[float, ...] = (1.0,)
+    """Values of w_rej of the loss to try, above 0. A larger one counts rejections more and lowers raw scores;
+    calibrated heads differ little. SpecDec++: [1, 3, 6, 12]."""
     accept_weight: float = 1.0
     """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
@@ -234,13 +235,15 @@ class HeadsConfig:
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)
     """Inputs besides the hidden state: none (false), log q(y), H(q) and logit q(y) (true; prefix heads: H(q) and logit
     max q), or a list of names such as [entropy]; text_position is log(1 + response tokens before y)."""
-    embeddings: tuple[bool, ...] = (False,)
-    """Whether the draft's token embedding is an input too; prefix heads, which see no token, never read it."""
+    embeddings: tuple[bool, ...] = (False, True)
+    """Whether the draft's token embedding is an input too, for which training reads the draft's weights; prefix heads,
+    which see no token, never read it."""
     normalised: tuple[bool, ...] = (False,)
     """Whether hidden state and embedding pass a LayerNorm without weights."""
-    dropout: float = 0.0
-    """Dropout rate of the residual stream: heads fit the training prompts slightly less and other prompts better."""
-    specdec: bool = True
+    dropout: tuple[float, ...] = (0.0, 0.2)
+    """Dropout rates of the residual stream to try, for heads with blocks: they fit the training prompts slightly less
+    and other prompts better."""
+    specdec: bool = False
     """Also train the heads of SpecDec++: fed-time, on the hidden state alone."""
     reached: bool = False
     """With a feature draft, weight each token, in the loss and when choosing weights, by the probability that

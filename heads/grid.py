@@ -16,31 +16,37 @@ class HeadSpec:
 
     shape: HeadShape
     reject_weight: float
+    dropout: float = 0.0
+    """Dropout rate in training."""
 
     def __str__(self) -> str:
-        """fed+s-d3-w6, for example: a fed-time head with scalars, three blocks and reject weight 6."""
-        return f"{self.shape}-w{self.reject_weight:g}"
+        """fed+s-d3-w6-drop0.2, for example: a fed-time head with scalars, three blocks, reject weight 6 and dropout."""
+        name = f"{self.shape}-w{self.reject_weight:g}"
+        return f"{name}-drop{self.dropout:g}" if self.dropout else name
 
 
 def grid(config: HeadsConfig) -> list[HeadShape]:
     """The shapes of a sweep, in the order of the config; each has a head for every reject weight. ValueError for empty
     axes; invalid depths, timings or scalars; repeated values; prefix heads that could only read the token.
     """
-    for name in ("timings", "scalars", "embeddings", "normalised", "depths", "architectures", "reject_weights"):
+    axes = "timings scalars embeddings normalised depths architectures reject_weights dropout"
+    for name in axes.split():
         values = [tuple(value) if isinstance(value, list) else value for value in getattr(config, name)]
         if not values:
             raise ValueError(f"heads.{name} is empty, so the sweep has no heads; name at least one value")
         if len(set(values)) != len(values):
             raise ValueError(f"heads.{name} is {values}; name each value once")
-    axes = product(config.timings, config.scalars, config.embeddings, config.normalised)
-    combined = [(timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in axes]
+    inputs = product(config.timings, config.scalars, config.embeddings, config.normalised)
+    combined = [
+        (timing, Inputs.of(scalars, embedding, timing, normed)) for timing, scalars, embedding, normed in inputs
+    ]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in possible}:
         read = f"heads.scalars {list(config.scalars)} and heads.embeddings {list(config.embeddings)} reads the token"
         problem = f"heads.timings has {missing.pop()}, but every combination of {read}, which is not drawn yet"
         raise ValueError(f"{problem}; add false to both")
     kinds: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
-    kinds += [(*inputs, architecture) for inputs, architecture in product(possible, config.architectures)]
+    kinds += [(*of_timing, architecture) for of_timing, architecture in product(possible, config.architectures)]
     # without blocks every architecture is the same linear head
     shapes = (
         HeadShape(timing, inputs, depth, architecture if depth else PAPERS)
@@ -62,6 +68,17 @@ def scalar_names(shapes: Sequence[HeadShape]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*compared, *(name for shape in shapes for name in shape.inputs.scalars)]))
 
 
+def stacks(config: HeadsConfig) -> list[tuple[HeadShape, float]]:
+    """The shapes of a sweep, each with every dropout rate that it is trained with; a stack has all reject weights.
+    Linear heads and SpecDec++'s own heads have no dropout.
+    """
+    pairs: list[tuple[HeadShape, float]] = []
+    for shape in grid(config):
+        has_dropout = shape.depth > 0 and not shape.is_specdec
+        pairs += [(shape, rate) for rate in (config.dropout if has_dropout else (0.0,))]
+    return pairs
+
+
 def specs(config: HeadsConfig) -> list[HeadSpec]:
     """All heads, stack by stack: the order of every [heads] axis of the project."""
-    return [HeadSpec(shape, weight) for shape in grid(config) for weight in config.reject_weights]
+    return [HeadSpec(shape, weight, rate) for shape, rate in stacks(config) for weight in config.reject_weights]

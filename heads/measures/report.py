@@ -89,14 +89,15 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     ]
     parts = ["\n".join(labels)]
     for kind, of_kind in by_kind(specs).items():
-        rows: dict[int, list[str]] = {}
+        rows: dict[int, dict[str, str]] = {}
         for spec in of_kind:
             measured = result["heads"][str(spec)]
             cell = f"{measured['raw_kl']:.4f} / {measured['calibrated_kl']:.4f}"
-            rows.setdefault(spec.shape.depth, [str(spec.shape.depth)]).append(cell)
-        columns = ["depth", *(f"w_rej {weight:g}" for weight in dict.fromkeys(spec.reject_weight for spec in of_kind))]
+            rows.setdefault(spec.shape.depth, {})[_recipe(spec)] = cell
+        columns = list(dict.fromkeys(map(_recipe, of_kind)))
+        cells = [[str(depth), *(row.get(column, "") for column in columns)] for depth, row in rows.items()]
         title = f"### {kind}: binary KL on {split}, nats per token, raw / calibrated"
-        parts += [title, _markdown(columns, rows.values())]
+        parts += [title, _markdown(["depth", *columns], cells)]
     alone = [
         (f"{name} alone ({timing})", of) for timing, each in result["signals"].items() for name, of in each.items()
     ]
@@ -105,6 +106,11 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
     titles = ["", *(metric.replace("_", " ") for metric in METRICS)]
     parts += [f"### Every head, and each signal alone, on {split}", _markdown(titles, every)]
     return "\n\n".join(parts) + "\n"
+
+
+def _recipe(spec: HeadSpec) -> str:
+    weight = f"w_rej {spec.reject_weight:g}"
+    return f"{weight}, dropout {spec.dropout:g}" if spec.dropout else weight
 
 
 def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
@@ -195,7 +201,8 @@ def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list
         for spec in of_kind:
             colour = colormaps["viridis"](depths.index(spec.shape.depth) / max(1, len(depths) - 1))
             curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
-            label = f"depth {spec.shape.depth}" if spec.reject_weight == of_kind[0].reject_weight else None
+            is_first = spec.reject_weight == of_kind[0].reject_weight and not spec.dropout
+            label = f"depth {spec.shape.depth}" if is_first else None
             axis.plot(steps, curve, color=colour, linewidth=1, label=label)
         timing = of_kind[0].shape.timing
         label = f"{SCALARS[SIGNALS[timing]].symbol} alone"

@@ -145,7 +145,11 @@ def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
 
 def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
     """The draft's input embeddings; a draft that reads the target's states is loaded with its target."""
-    draft = load_pair(pair).drafting if released_layout_of(pair.draft) else load_model(pair.draft, device=_CPU)
+    try:
+        draft = load_pair(pair).drafting if released_layout_of(pair.draft) else load_model(pair.draft, device=_CPU)
+    except FileNotFoundError as error:
+        remedy = "heads with heads.embeddings [true] read its embeddings; without it, set heads.embeddings to [false]"
+        raise FileNotFoundError(f"{error}; {remedy}") from error
     layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:

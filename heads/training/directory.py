@@ -139,9 +139,10 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
                 run = f"{path} has a run with {section}.{name} = {old.get(name)!r}"
                 raise ValueError(f"{run}, but this config has {new[name]!r}; {remedy}")
     written, processes = on_disk["processes"], described["processes"]
-    if written != processes and (dropout := described["config"]["heads"]["dropout"]):
+    dropout = described["config"]["heads"]["dropout"]
+    if written != processes and any(dropout):
         raise ValueError(
-            f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout:g} "
+            f"{path} has a run of {written} processes, but this one has {processes}, and heads.dropout {dropout} "
             f"depends on their number; set trainer.devices x trainer.num_nodes to {written}, or {_START_OVER}"
         )
 

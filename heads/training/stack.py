@@ -26,10 +26,12 @@ class HeadStack(nn.Module):
 
     reject_weights: Tensor
 
-    def __init__(self, shape: HeadShape, reject_weights: Sequence[float], *, hidden_size: int, seed: int) -> None:
+    def __init__(
+        self, shape: HeadShape, reject_weights: Sequence[float], dropout: float = 0.0, *, hidden_size: int, seed: int
+    ) -> None:
         super().__init__()
         self.shape, self.hidden_size = shape, hidden_size
-        self.specs = [HeadSpec(shape, weight) for weight in reject_weights]
+        self.specs = [HeadSpec(shape, weight, dropout) for weight in reject_weights]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))
             initial = shape.head(hidden_size).state_dict()
@@ -159,8 +161,9 @@ class HeadStack(nn.Module):
         x = None if inputs is None else inputs.expand(count, -1, -1)
         return stack_forward(weights, stream.expand(count, -1, -1), x, dropout, architecture=self.architecture)
 
-    def dropout(self, rate: float, *step: int) -> Dropout | None:
+    def dropout(self, *step: int) -> Dropout | None:
         """Masks of one step, which depend only on the shape and `step`, so that a resumed run has the same ones."""
+        rate = self.specs[0].dropout
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
         return Dropout(rate, torch.Generator(self.device).manual_seed(seed)) if rate else None
 

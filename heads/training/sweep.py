@@ -20,11 +20,11 @@ from configs.schema import HeadsConfig
 from heads.batches.features import FEATURE_SETS, Batch, DraftFeatures, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
-from heads.grid import grid, scalar_names, specs
+from heads.grid import grid, scalar_names, specs, stacks
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe, reach_of
 from heads.measures.scores import auroc, fit_temperature, measures
-from heads.model.head import AcceptanceHead, HeadShape, Provenance
+from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
@@ -70,10 +70,12 @@ class Sweep(pl.LightningModule):
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(self.config)
-        # torch does not allow a dot in a module's name
-        self.stacks = nn.ModuleDict(
-            {re.sub(r"[^0-9A-Za-z_+-]", "_", str(shape)): self._stack(shape) for shape in shapes}
-        )
+        self.stacks = nn.ModuleDict()
+        for shape, rate in stacks(self.config):
+            settings = {"hidden_size": facts["hidden_size"], "seed": self.config.seed}
+            stack = HeadStack(shape, self.config.reject_weights, rate, **settings)
+            # torch does not allow a dot in a module's name
+            self.stacks[re.sub(r"[^0-9A-Za-z_+-]", "_", str(stack.specs[0]))] = stack
         self.trained = [stack for stack in self.by_shape if not stack.is_solved]
         if self.trained:
             for stack in self.by_shape:
@@ -152,7 +154,7 @@ class Sweep(pl.LightningModule):
             targets = self.targets(stack, batch)
             targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
-            dropout = stack.dropout(self.config.dropout, *step)
+            dropout = stack.dropout(*step)
             losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
         if not (is_finite := torch.isfinite(loss.detach())).all():
@@ -272,11 +274,16 @@ class Sweep(pl.LightningModule):
         exported, temperatures = {}, iter(self.temperature.tolist())
         for stack in self.by_shape:
             for index, spec in enumerate(stack.specs):
+                shared = dict(self.facts["provenance"])
+                if spec.shape.timing != "fed":
+                    shared["mixing_ratio"] = None
+                if spec.dropout:
+                    shared["training"] = {**shared["training"], "dropout": spec.dropout}
                 provenance = Provenance(
                     accept_weight=self.config.accept_weight,
                     reject_weight=spec.reject_weight,
                     calibration_temperature=next(temperatures),
-                    **self.facts["provenance"] | ({} if spec.shape.timing == "fed" else {"mixing_ratio": None}),
+                    **shared,
                 )
                 exported[str(spec)] = stack.head(index, provenance).cpu()
         return exported
@@ -313,10 +320,6 @@ class Sweep(pl.LightningModule):
         for mask, key in zip(self._by_stack(is_copied), self.stacks, strict=True):
             for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
                 old.copy_(torch.where(_per_head(mask, old), new, old))
-
-    def _stack(self, shape: HeadShape) -> HeadStack:
-        settings = {"hidden_size": self.facts["hidden_size"], "seed": self.config.seed}
-        return HeadStack(shape, self.config.reject_weights, **settings)
 
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
         """A [heads] tensor split by stack."""

@@ -219,7 +219,7 @@ def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_hea
     wrong = [[name, "--nosuch", "1"] for name in FRONT_COMMANDS] + [
         ["data", "--config", "tiny", "--data.num_dev", "-5"]
     ]
-    wrong += [["train", "--config", "tiny", "--trainer.max_epochs", "2", "--heads.dropout", "7"]]
+    wrong += [["train", "--config", "tiny", "--trainer.max_epochs", "2", "--heads.dropout", "[0.0, 7]"]]
     tried = "    try: main(argv)\n    except SystemExit as stop: assert stop.code == 2"
     by_room = {"data": "run_module('data_gen'", "export": "run_module('heads'", "train": "run_path('train.py'"}
     rooms = "".join(

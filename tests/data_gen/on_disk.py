@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.pipeline.command import make
 from data_gen.store.rows import POSITION_COLUMNS, read_rows
 from store.shards import list_shards
@@ -22,7 +22,8 @@ def toy_of(pair: Path, prompts: Path, directory: Path) -> Config:
     sizes = {"num_train": 8, "num_dev": 0, "num_test": 4, "max_prompt_tokens": 60, "max_new_tokens": 10}
     sizes |= {"split_weights": (2, 0, 1), "rows_per_shard": 3, "batch_size": 2}
     data = DataConfig(dir=str(directory), prompts=str(prompts), **sizes)
-    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data)
+    heads = HeadsConfig(specdec=True)  # so that data has both sets of features
+    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data, heads=heads)
 
 
 def with_data(config: Config, **changes: Any) -> Config:

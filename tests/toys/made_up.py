@@ -82,7 +82,7 @@ def write_data(directory: Path) -> Path:
 def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, **heads: object) -> Config:
     """A small sweep."""
     settings = {"depths": (0, 2), "reject_weights": (1.0, 6.0), "learning_rate": 1e-2, "batch_size": 8}
-    settings |= {"timings": ("fed",), "scalars": (False,), "specdec": False} | heads
+    settings |= {"timings": ("fed",), "scalars": (False,), "embeddings": (False,), "dropout": (0.0,)} | heads
     quiet = {"max_epochs": 2, "enable_progress_bar": False, "logger": False, "accelerator": "cpu"}
     return Config(
         pair=PairConfig(target=ModelSource(path="made-up/target"), draft=ModelSource(path="made-up/draft")),

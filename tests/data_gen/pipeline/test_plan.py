@@ -21,7 +21,7 @@ from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
 from data_gen.store.rows import read_rows
 from evaluation.costs.init import head_weights
-from heads.grid import grid
+from heads.grid import stacks
 from heads.training.stack import HeadStack
 from lm import load_model
 from store.shards import read_sidecar, shard_path
@@ -158,8 +158,8 @@ def test_a_sample_of_a_slow_pair_is_cut_to_its_seconds(toy_config, monkeypatch, 
 
 def test_weights_of_heads_are_those_that_train(toy_config):
     heads = replace(toy_config.heads, normalised=(False, True), depths=(0, 2))
-    stacks = [HeadStack(shape, heads.reject_weights, hidden_size=8, seed=0) for shape in grid(heads)]
-    num_weights = sum(parameter.numel() for stack in stacks for parameter in stack.parameters())
+    trained = [HeadStack(shape, heads.reject_weights, rate, hidden_size=8, seed=0) for shape, rate in stacks(heads)]
+    num_weights = sum(parameter.numel() for stack in trained for parameter in stack.parameters())
     assert head_weights(replace(toy_config, heads=heads)) == num_weights
 
 

@@ -62,7 +62,8 @@ def test_a_stack_of_it_has_the_loss_and_gradients_of_autograd_and_exports_itself
 
 
 def test_the_grid_names_it_and_refuses_others():
-    config = HeadsConfig(timings=("drawn",), scalars=(True,), depths=(0, 2), reject_weights=(6.0,), specdec=True)
+    plain = {"embeddings": (False,), "dropout": (0.0,)}
+    config = HeadsConfig(scalars=(True,), depths=(0, 2), reject_weights=(6.0,), specdec=True, **plain)
     with_both = HeadsConfig(**{**vars(config), "architectures": ("resnet", "gated")})
     names = ["fed-d0-w6", "fed-d2-w6", "drawn+s-d0-w6", "drawn+s-d2-w6"]
     assert [str(spec) for spec in specs(config)] == names

@@ -26,10 +26,12 @@ from tests.toys.made_up import make_config
 WEIGHTS = (1.0, 3.0, 6.0)
 
 
-def random_stack(depth: int, scalars: bool = False, embedding: bool = False, **inputs: bool) -> HeadStack:
+def random_stack(
+    depth: int, scalars: bool = False, embedding: bool = False, dropout: float = 0.0, **inputs: bool
+) -> HeadStack:
     """Three heads of width 8 with random weights, on columns with random means and deviations."""
     shape = HeadShape("drawn", Inputs.of(scalars, embedding, **inputs), depth)
-    stack = HeadStack(shape, WEIGHTS, hidden_size=8, seed=0)
+    stack = HeadStack(shape, WEIGHTS, dropout, hidden_size=8, seed=0)
     means = [torch.randn(width) for width in (8, stack.shape.inputs.width(8))]
     stack.standardise(*(Scaling(mean, torch.rand_like(mean) * 3 + 0.5) for mean in means))
     with torch.no_grad():
@@ -97,16 +99,17 @@ def test_stacked_logits_are_those_of_the_heads_alone_and_the_loss_by_chunks_is_t
     monkeypatch: pytest.MonkeyPatch, depth: int, scalars: bool, embedding: bool
 ):
     """Also with dropout, within one chunk: the masks are drawn in the same order."""
-    stack = random_stack(depth, scalars, embedding, is_normalised=embedding)
+    stack = random_stack(depth, scalars, embedding, dropout=0.4, is_normalised=embedding)
     inputs, prob = tokens(stack)
     for index, logit in enumerate(stack(*inputs)):
         torch.testing.assert_close(stack.head(index)(*inputs), logit, rtol=1e-5, atol=1e-5)
     targets, scale = Targets.of(prob, *TARGETS), torch.tensor([1.0, 0.5, 2.0])
-    for rate, least_chunk in ((0.0, 32), (0.4, 256)):
+    for step, least_chunk in ((None, 32), ((1, 2), 256)):
         monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
         monkeypatch.setattr(loss_module, "LEAST_CHUNK", least_chunk)
-        whole = weighted_bce(stack(*inputs, stack.dropout(rate, 1, 2)), targets)
-        chunked = stack.loss(*inputs, targets=targets, dropout=stack.dropout(rate, 1, 2))
+        masks = [None if step is None else stack.dropout(*step) for _ in range(2)]
+        whole = weighted_bce(stack(*inputs, masks[0]), targets)
+        chunked = stack.loss(*inputs, targets=targets, dropout=masks[1])
         torch.testing.assert_close(chunked, whole)
         expected = grads_of(whole * scale, stack)
         torch.testing.assert_close(grads_of(chunked * scale, stack), expected, atol=1e-6, rtol=1e-4)
@@ -114,12 +117,12 @@ def test_stacked_logits_are_those_of_the_heads_alone_and_the_loss_by_chunks_is_t
 
 def test_the_same_step_drops_the_same_another_step_does_not_and_heads_without_blocks_drop_nothing():
     for depth in (0, 2):
-        stack = random_stack(depth)
+        stack = random_stack(depth, dropout=0.4)
         (hidden, *_), _ = tokens(stack)
-        first, again, other = (stack(hidden, dropout=stack.dropout(0.4, 1, step)) for step in (2, 2, 3))
+        first, again, other = (stack(hidden, dropout=stack.dropout(1, step)) for step in (2, 2, 3))
         torch.testing.assert_close(first, again, rtol=0, atol=0)
         assert torch.allclose(first, other) == torch.allclose(first, stack(hidden)) == (depth == 0)
-    masks = torch.stack([stack.dropout(0.4, 7, step).mask(hidden[None].expand(1, 75, 8)) for step in range(60)])
+    masks = torch.stack([stack.dropout(7, step).mask(hidden[None].expand(1, 75, 8)) for step in range(60)])
     assert masks.mean() == pytest.approx(1.0, abs=0.02)
     assert masks.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
 
@@ -162,6 +165,7 @@ def test_an_impossible_grid_is_refused():
         ({"depths": (1, 1)}, "name each value once"),
         ({"depths": (-1,)}, "depth is -1"),
         ({"scalars": ()}, "heads.scalars is empty"),
+        ({"dropout": ()}, "heads.dropout is empty"),
         (
             {"scalars": (True, ("log_token_prob", "entropy"))},
             r"\['log_token_prob', 'entropy'\], whose heads .* same name",
@@ -177,14 +181,21 @@ def names_of(**settings) -> list[str]:
 
 
 def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_before_the_draw():
-    names = names_of(timings=("fed", "drawn"), scalars=(False, True))
+    weights = {"depths": (0, 1, 2, 3, 4), "reject_weights": (1.0, 3.0, 6.0, 12.0), "embeddings": (False,)}
+    names = names_of(timings=("fed", "drawn"), scalars=(False, True), dropout=(0.0,), **weights)
     assert len(names) == len(set(names)) == 2 * 2 * 5 * 4
     assert "drawn+s-d3-w12" in names
-    options = {"scalars": (False, True), "embeddings": (False, True), "depths": (1,), "reject_weights": (1.0,)}
+    dropped = names_of(timings=("fed", "drawn"), scalars=(False, True), dropout=(0.0, 0.2), **weights)
+    assert len(dropped) == len(set(dropped)) == len(names) + 3 * 4 * 4, "neither linear heads nor the paper's"
+    assert "drawn+s-d3-w12-drop0.2" in dropped
+    default = ["drawn+s-d0-w1", *(f"drawn+s-d{depth}-w1{end}" for depth in (1, 2) for end in ("", "-drop0.2"))]
+    assert names_of() == [*default, *(name.replace("+s", "+s+e") for name in default)]
+    options = {"scalars": (False, True), "embeddings": (False, True), "depths": (1,), "dropout": (0.0,)}
     names = names_of(timings=("drawn", "prefix"), **options)
     assert [name for name in names if name.startswith("prefix")] == ["prefix-d1-w1", "prefix+s-d1-w1"]
     for timings, scalars in ((("fed", "drawn"), (True,)), (("drawn",), (False, True)), (("fed",), (False, True))):
         options = {"timings": timings, "scalars": scalars, "depths": (1,), "reject_weights": (1.0, 6.0)}
+        options |= {"embeddings": (False,), "dropout": (0.0,)}
         others, every = (names_of(**options, specdec=is_on) for is_on in (False, True))
         assert len(every) == len(set(every))
         assert set(every) == {*others, "fed-d1-w1", "fed-d1-w6"}, "the paper's heads join once"

@@ -187,7 +187,7 @@ def test_train_heads_takes_a_directory_with_data_or_a_config_and_calls_callbacks
     extended = manifest | {"split": split, "split_weights": [8, 1, 1], "features": ["fed", "drawn"]}
     (data / "manifest.json").write_text(json.dumps(extended))
     callback = CountEpochs()
-    settings = {"depths": (0,), "reject_weights": (1.0,), "specdec": False, "learning_rate": 0.1}
+    settings = {"depths": (0,), "embeddings": (False,), "learning_rate": 0.1}
     head = train_heads(data, max_epochs=2, callbacks=[callback], force=True, **settings)
     assert (callback.num_epochs, head.shape_name) == (2, "drawn+s-d0")
     assert AcceptanceHead.from_pretrained(data / "heads" / "exported" / "drawn+s-d0-w1").config == head.config
