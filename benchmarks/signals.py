@@ -1,4 +1,4 @@
-"""What heads know beyond the draft's own signal, on recorded traces: `python -m benchmarks.signals checkpoints/coder`.
+"""What heads know beyond the draft's own signal, on recorded traces: `python -m benchmarks.signals`.
 
 A folder has record/trace, and heads whose logits that trace holds. KL is in nats per drafted token. Signals are
 logistics of one number, fitted to nine tenths of the prompts and scored on the last tenth; heads are calibrated as in
@@ -7,13 +7,13 @@ verification reaches them. Prefix heads, whose label is the acceptance_rate, are
 Records of version 0.2.0 have logit q as a function of log q, which float32 rounds: above 10 it is inexact.
 """
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from configs.command import run
 from evaluation.traces.disk import read_trace, recorded_keys
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
@@ -22,6 +22,8 @@ from heads.measures.scores import fit_logistic, measures
 from lm.signals import logit_of_log
 
 FOLDS = 10
+RECORDS = ("checkpoints/coder", "checkpoints/smollm2", "checkpoints/smollm2/greedy")
+"""The shipped records."""
 
 
 class Tokens(NamedTuple):
@@ -115,9 +117,13 @@ def kl_beside_signal(folder: Path) -> dict[str, tuple[float, float]]:
     return result
 
 
-def main(folders: list[str]) -> None:
-    """Print a table for each folder."""
-    for folder in folders or ["checkpoints/coder", "checkpoints/smollm2", "checkpoints/smollm2/greedy"]:
+def signals(*, folders: tuple[str, ...] = RECORDS) -> None:
+    """Print a table for each folder.
+
+    Args:
+        folders: directories with record/trace and heads.
+    """
+    for folder in folders:
         print(f"{folder}\n{'':30}KL     own signal")
         for name, (kl, signal) in kl_beside_signal(Path(folder)).items():
             note = "  worse: export would refuse it" if "-" in name and kl >= signal else ""
@@ -125,4 +131,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run({"signals": signals}, default="signals")

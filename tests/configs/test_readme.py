@@ -78,7 +78,7 @@ COMMANDS = [
     if module not in REMOVED
 ]
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
-BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock"}
+BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock", "benchmarks.signals"}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 parser_of = cache(parser_for)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
