@@ -79,3 +79,18 @@ def test_it_competes_as_a_rule_without_training_and_its_spec_is_the_policy_that_
 
 
 SERVER = {"draft": dict, "target": dict, "warn": print}
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: parse_policy(AUTO_TOKEN_PROB), "finds on dev; take the policy in verdict.json"),
+        (lambda: AutoTokenProb(0.1, 1.0, slope=0.0), "slope is 0.0"),
+        (lambda: AutoTokenProb(0.1, 1.0, is_learning=True), "for trained heads, not for q"),
+        (lambda: competitors_of({AUTO_TOKEN_PROB: {"slope": [1.0]}}, {}, max_draft_length=5), "solved for on dev"),
+        (lambda: parse_policy(f"{AUTO_TOKEN_PROB}:head=a,t_draft_s=1.0,t_target_s=2.0"), "no parameter 'head'"),
+    ],
+)
+def test_what_lacks_its_numbers_or_has_others_is_refused(make, problem):
+    with pytest.raises(ValueError, match=problem):
+        make()
