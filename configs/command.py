@@ -14,8 +14,10 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from configs.hints import meant
@@ -92,11 +94,29 @@ class _Experiment(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            super().__call__(parser, cfg, experiment_file(values), option_string)
+            file = experiment_file(values)
+            if Path(file).is_file():
+                _refuse_repeated(yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader))
+            super().__call__(parser, cfg, file, option_string)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentError(None, f"{values}: {' '.join(str(error).split())}") from error
         except ValueError as error:
             raise ArgumentError(self, str(error)) from error
         except ArgumentError as error:  # no YAML, or none of our settings
             raise ArgumentError(None, f"{values}: {error}") from error
+
+
+def _refuse_repeated(node: yaml.Node | None, name: str = "") -> None:
+    """Raise ValueError for a key that a mapping has twice, of which YAML would read the last alone."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: set[str] = set()
+    for key, value in node.value:
+        dotted = f"{name}.{key.value}" if name else str(key.value)
+        if dotted in seen:
+            raise ValueError(f"{dotted} occurs twice, the second time in line {key.start_mark.line + 1}; join the two")
+        seen.add(dotted)
+        _refuse_repeated(value, dotted)
 
 
 def run(

@@ -82,6 +82,7 @@ def export(
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = [save_whole(heads[name], root / name) for name in names]
+    _report_others(root, written)
     print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
 
@@ -110,6 +111,17 @@ def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dic
     metrics = {key: on_dev[key] for key in METRICS if on_dev[key] is not None}
     on_train = results["train"]["heads"][name]["raw_kl"]
     return metrics | {"signal_kl": signal_kl(results["dev"], timing), "train_raw_kl": on_train}
+
+
+def _report_others(root: Path, written: Sequence[Path]) -> None:
+    """Name the heads of an earlier sweep in the folder, which `evaluate` would compare, too."""
+    others = sorted({path.parent for path in root.glob("**/config.json")} - set(written))
+    if others:
+        names = ", ".join(str(path.relative_to(root)) for path in others)
+        print(
+            f"note: {root} also has {len(others)} heads of an earlier export ({names}), which evaluate compares too; "
+            "delete them, or name heads in decode.heads"
+        )
 
 
 def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:

@@ -142,6 +142,23 @@ def test_an_error_of_a_command_exits_with_2_and_one_line(argv, message, capsys: 
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("data: {num_dev: 5}\ndata: {num_test: 5}\n", "data occurs twice, the second time in line 2"),
+        (
+            "data:\n  num_dev: 5\n  server: {url: a}\n  num_dev: 6\n",
+            "data.num_dev occurs twice, the second time in line 4",
+        ),
+    ],
+)
+def test_a_section_or_setting_that_occurs_twice_is_refused(tmp_path, capsys, text, complaint):
+    (tmp_path / "e.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["stats", "--config", str(tmp_path / "e.yaml")])
+    assert complaint in capsys.readouterr().err
+
+
 def test_output_in_an_encoding_that_lacks_a_character_is_no_error(monkeypatch):
     output = TextIOWrapper(BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", output)

@@ -46,6 +46,14 @@ def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
         assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
+def test_heads_of_an_earlier_sweep_in_the_folder_are_named(trained: Run, tmp_path: Path, capsys):
+    for name in ("fed-d8-w6", None):
+        [path] = export(trained.config, head="fed-d2-w6", out=str(tmp_path), force=True)
+        if name:
+            path.rename(tmp_path / name)
+    assert capsys.readouterr().out.count("has 1 heads of an earlier export (fed-d8-w6), which evaluate compares") == 1
+
+
 def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path):
     config, heads = trained.config, trained.results["dev"]["heads"]
     names = [path.name for path in export(config, head="best", metric="auroc", out=str(tmp_path / "best"))]
