@@ -81,8 +81,7 @@ def export(
         trained.provenance = replace(trained.provenance, metrics=_metrics_of(name, trained.timing, results))
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
-    written = [save_whole(heads[name], root / name) for name in names]
-    _report_others(root, written)
+    written = _saved({name: heads[name] for name in names}, root)
     print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
 
@@ -113,8 +112,9 @@ def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dic
     return metrics | {"signal_kl": signal_kl(results["dev"], timing), "train_raw_kl": on_train}
 
 
-def _report_others(root: Path, written: Sequence[Path]) -> None:
-    """Name the heads of an earlier sweep in the folder, which `evaluate` would compare, too."""
+def _saved(heads: dict[str, AcceptanceHead], root: Path) -> list[Path]:
+    """Save heads, and name those of an earlier sweep in the folder, which `evaluate` would compare, too."""
+    written = [save_whole(head, root / name) for name, head in heads.items()]
     others = sorted({path.parent for path in root.glob("**/config.json")} - set(written))
     if others:
         names = ", ".join(str(path.relative_to(root)) for path in others)
@@ -122,6 +122,7 @@ def _report_others(root: Path, written: Sequence[Path]) -> None:
             f"note: {root} also has {len(others)} heads of an earlier export ({names}), which evaluate compares too; "
             "delete them, or name heads in decode.heads"
         )
+    return written
 
 
 def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
