@@ -1,12 +1,21 @@
 """Thresholds are on calibrated probabilities, those of SpecDec++'s own heads on raw ones; what was chosen is named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
+from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from decode.policies.registry import LOGISTIC
-from evaluation.competitor import competitors_of
+from decode.policies.registry import LOGISTIC, parse_policy
+from evaluation.competitor import competitors_of, label_of
+from evaluation.contest import Contest, fastest_on_dev, replay_arms
+from evaluation.report.conclusion import conclude
+from evaluation.report.plots import thresholds
+from evaluation.report.tables import values_of
+from evaluation.report.verdict import record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
@@ -50,3 +59,27 @@ def test_raw_and_calibrated_thresholds_side_by_side_are_each_replayed_as_alone(s
         alone = replay_settings(splits.test, HeadPolicy(HEADS[name], **setting))
         assert np.array_equal(together.lengths[number], alone.lengths[0]), setting
     assert not np.array_equal(together.lengths[0], together.lengths[1])
+
+
+def test_tables_plots_and_the_verdict_name_the_probability_and_the_verdict_decodes_by_it(splits, tmp_path):
+    calibrated = {"max_rejection_prob": 0.731, "is_calibrated": True}
+    assert label_of("head:a", calibrated) == "a: max_rejection_prob=0.731, calibrated"
+    assert values_of(calibrated | {"is_calibrated": False}) == "0.731, raw"
+    AcceptanceHead(96, 0, "drawn").save_pretrained(tmp_path / "exported" / "drawn")
+    pair = PairConfig(**{name: ModelSource(path=f"checkpoints/tiny/{name}") for name in ("target", "draft")})
+    dirs = {"heads": HeadsConfig(dir=str(tmp_path)), "decode": DecodeConfig(dir=str(tmp_path / "decode"))}
+    arms = list(replay_arms(competitors_of({}, HEADS, max_draft_length=5), splits))
+    contest = Contest("made", COST, fastest_on_dev(arms, COST))
+    on = {name: [plot.caption for plot in thresholds(contest) if f">{name}<" in plot.svg] for name in LABELS}
+    assert [len(captions) for captions in on.values()] == [1, 1]
+    assert ["on raw probabilities" in caption for (caption,) in on.values()] == [True, False]
+    head = contest.results["head_drawn"]
+    winning = replace(head, throughput=head.throughput._replace(seconds=head.throughput.seconds / 100), on_dev=1e9)
+    contest = replace(contest, results=contest.results | {"head_drawn": winning})
+    verdict = record_of(conclude(contest), Experiment(Config(pair=pair, **dirs)))
+    assert f"head drawn at {head.setting['max_rejection_prob']:.3g}, calibrated" in verdict["sentence"]
+    policy = parse_policy(verdict["policy"])
+    assert (policy.max_rejection_prob, policy.is_calibrated) == (head.setting["max_rejection_prob"], True)
+
+
+LABELS = ("SpecDec++", "best head, drawn-time")
