@@ -62,8 +62,9 @@ def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(
     accumulated step, also where a validation came within one.
     """
     trainer = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "val_check_interval": validate}
+    kinds = {"timings": ("fed", "drawn"), "scalars": (False, True), "dropout": (0.0, 0.2)}  # and heads that are solved
     whole, broken = (
-        make_config(data_dir, tmp_path / name, trainer=trainer, checkpoint_every_n_steps=1000)
+        make_config(data_dir, tmp_path / name, trainer=trainer, checkpoint_every_n_steps=1000, **kinds)
         for name in ("whole", "broken")
     )
     train(whole)
