@@ -182,8 +182,11 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
             file=sys.stderr,
             flush=True,
         )
-        entry = entry or entry_of(stable(lambda: costs_of(time_rounds(loop), loop.max_draft_length), largest_errors))
-        stopping = stable(lambda: time_stops(loop, missing), largest_of_stops)
+        on_cpu = loop.pair.target.device.type == "cpu"
+        if entry is None:
+            timed = stable(lambda: costs_of(time_rounds(loop), loop.max_draft_length), largest_errors, on_cpu=on_cpu)
+            entry = entry_of(timed)
+        stopping = stable(lambda: time_stops(loop, missing), largest_of_stops, on_cpu=on_cpu)
         entry["stop_shares"] |= stopping
         store.keep([(key, entry)])
     return entry

@@ -120,7 +120,9 @@ def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times
         return ours
     store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
     if (entry := store.get(key)) is None:
-        entry = entry_of(stable(lambda: _measured(experiment), largest_errors))
+        on_cpu = experiment.pair.target.device.type == "cpu"
+        timed = stable(lambda: _measured(experiment), largest_errors, on_cpu=on_cpu)
+        entry = entry_of(timed)
         store.keep([(key, entry)])
     errors = errors_of(entry)._replace(stopping=ours.errors.stopping)
     target_s = tuple(entry["t_target_s"])

@@ -15,6 +15,7 @@ def fewest_turns():
         for module in ("stops", "measure"):
             patch.setattr(f"evaluation.costs.{module}.BUDGET_S", 0.0)
         patch.setattr("evaluation.costs.stability.LARGEST_ERROR", inf)
+        patch.setattr("evaluation.costs.stability.SMALLEST_SHARE", 0.0)
         yield
 
 

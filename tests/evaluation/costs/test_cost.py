@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from time import sleep
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from decode.policies.scores import ScoreHead
 from evaluation.costs.init import timing_line
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop, _rounds, costs_of, time_rounds, timed_lengths
-from evaluation.costs.stability import SKIP, stable
+from evaluation.costs.stability import SKIP, SMALLEST_SHARE, stable
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
 from evaluation.papers.specdec import regressed
 from evaluation.times import LARGEST_ERROR, StopShares, Times
@@ -316,13 +317,34 @@ def test_a_loop_whose_generations_are_too_short_is_refused(loop, limits):
 def test_unstable_times_are_measured_again_and_refused_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr("evaluation.costs.stability.LARGEST_ERROR", LARGEST_ERROR)
     errors = iter((0.5, 0.2, 0.05))
-    assert stable(lambda: next(errors), lambda error: {"t_draft": error, "t_target": 0.01}) == 0.05
+    assert stable(lambda: next(errors), lambda error: {"t_draft": error, "t_target": 0.01}, on_cpu=False) == 0.05
     assert [line.split(";")[1] for line in capsys.readouterr().err.splitlines()] == [
         " measuring again, 2 of 3",
         " measuring again, 3 of 3",
     ]
-    with pytest.raises(ValueError, match=r"t_draft is 50% in the last of 3 .* costs --again`, or give"):
-        stable(lambda: 0.5, lambda error: {"t_draft": error})
+    with pytest.raises(ValueError, match=r"in the last of 3 .* t_draft is 50%, above .* costs --again`, or give"):
+        stable(lambda: 0.5, lambda error: {"t_draft": error}, on_cpu=False)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_times_of_a_thread_without_a_processor_are_refused_however_small_their_error(on_cpu, capsys, monkeypatch):
+    """A thread that sleeps has no processor, as one that waits for another program."""
+    monkeypatch.setattr("evaluation.costs.stability.SMALLEST_SHARE", SMALLEST_SHARE)
+    measured: list[float] = []
+
+    def measure() -> float:
+        measured.append(0.01)
+        sleep(0.02)
+        return 0.01
+
+    if not on_cpu:  # the thread may wait for an accelerator
+        assert stable(measure, lambda error: {"t_draft": error}, on_cpu=False) == 0.01
+        assert len(measured) == 1
+        return
+    with pytest.raises(ValueError, match=r"left a processor for \d% of the time, below 90%; close other programs"):
+        stable(measure, lambda error: {"t_draft": error}, on_cpu=True)
+    assert len(measured) == 3
+    assert "measuring again, 3 of 3" in capsys.readouterr().err
 
 
 def test_a_stop_is_timed_in_rounds_that_it_does_not_shorten_and_twice_the_work_is_twice_the_stop(loop, clock):
