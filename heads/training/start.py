@@ -26,6 +26,7 @@ from heads.model.inputs import SIGNALS, Inputs
 from heads.training.linear import MAX_CURVATURE_COLUMNS, MAX_PASSES, RIDGES, Curvature, LinearFit, Reduce
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
+from store.progress import Bar
 
 CURVATURE_TOKENS = 2**16
 """Tokens that the curvature is measured on."""
@@ -136,21 +137,28 @@ class Start:
                 stack.start_at(None, 0.0, constant - self._shift(stack))
 
     @torch.no_grad()
-    def solve(self) -> list[tuple[HeadStack, LinearFit]]:
-        """Step 3, for every ridge."""
+    def solve(self, *, shows: bool) -> list[tuple[HeadStack, LinearFit]]:
+        """Step 3, for every ridge; `shows`: with a progress bar."""
         fits = [(stack, LinearFit(*self._curvature(stack))) for stack in self.stacks if stack.is_solved]
         num_columns = max((fit.weights.shape[-1] for _, fit in fits), default=0)
         loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * num_columns))
-        for _ in range(MAX_PASSES):
-            open_fits = [(stack, fit) for stack, fit in fits if not fit.is_done]
-            if not open_fits:
-                break
-            for batch in self._batches(loader):
-                for stack, fit in open_fits:
-                    for columns, targets in self._chunks(stack, batch):
-                        fit.observe(columns, targets)
-            for _, fit in open_fits:
-                fit.advance(self._reduce)
+        num_heads = sum(len(stack.specs) for stack, _ in fits)
+        with Bar(
+            total=MAX_PASSES, desc=f"optimum of {num_heads} linear heads", unit="passes", disable=not shows
+        ) as bar:
+            for _ in range(MAX_PASSES):
+                open_fits = [(stack, fit) for stack, fit in fits if not fit.is_done]
+                if not open_fits:
+                    break
+                for batch in self._batches(loader):
+                    bar.update(0)
+                    for stack, fit in open_fits:
+                        for columns, targets in self._chunks(stack, batch):
+                            fit.observe(columns, targets)
+                for _, fit in open_fits:
+                    fit.advance(self._reduce)
+                bar.update()
+            bar.total = bar.n  # most fits end long before the last pass
         return fits
 
     @torch.no_grad()

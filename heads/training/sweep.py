@@ -124,7 +124,7 @@ class Sweep(pl.LightningModule):
         )
         start.standardise()
         start.fit_signals()
-        start.choose_ridges(start.solve())
+        start.choose_ridges(start.solve(shows=self.global_rank == 0))
         # processes on different machines may round differently
         for tensor in (tensor for stack in start.stacks for tensor in stack.state_dict().values()):
             tensor.copy_(self.trainer.strategy.reduce(tensor.clone(), reduce_op="mean"))
