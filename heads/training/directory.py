@@ -17,7 +17,7 @@ import sys
 import uuid
 import zipfile
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
@@ -120,7 +120,8 @@ def _described(config: Config) -> dict[str, Any]:
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
     data = digest(json.dumps(manifest, sort_keys=True))
-    described = {"config": asdict(config), "data": data, "versions": versions, "command": sys.argv}
+    settings = asdict(replace(config, arguments=()))  # `command` has them
+    described = {"config": settings, "data": data, "versions": versions, "command": sys.argv}
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 

@@ -297,7 +297,7 @@ MISTAKES = [
     (["plan"], "`acceptance-heads init` writes one"),
     (["plan", "--config", "configs/tny.yaml"], "nor a shipped experiment; did you mean tiny?"),
     (["plan", "--config", "mine.yaml"], "a shipped experiment; it must be one of llama2-68m-7b-70b, "),
-    (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: Problems parsing config"),
+    (["plan", "--config", "{tmp}/broken.yaml"], "error: {tmp}/broken.yaml: while parsing a flow sequence"),
     ([*PLAN, "--config", "{tmp}/mistyped.yaml"], "(did you mean data.num_train?)"),
     (INIT, "error: {tmp} is a directory without config.json: no model is there; check the path"),
     ([*TRAIN, "WandbLogger"], "WandbLogger needs wandb, which is not installed"),

@@ -163,7 +163,7 @@ class Priced(HeadPolicy):
 
 
 @pytest.mark.parametrize("size", [1, 6])
-@pytest.mark.parametrize("price", [0.25, 0.45, 0.6])
+@pytest.mark.parametrize("price", [0.35, 0.45, 0.6])
 def test_where_verification_is_a_line_a_token_is_kept_iff_it_is_worth_its_price(price, size, blocks):
     """The price is lambda times the slope of t_target; the seconds of the draft are none of it."""
     rule = BatchAuto(HEAD, BLOCK_COSTS, size, throughput=price / 0.12, block_size=BLOCK)
