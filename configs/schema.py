@@ -245,9 +245,6 @@ class HeadsConfig:
     and other prompts better."""
     specdec: bool = False
     """Also train the heads of SpecDec++: fed-time, on the hidden state alone."""
-    reached: bool = False
-    """With a feature draft, weight each token, in the loss and when choosing weights, by the probability that
-    verification reaches it (the acceptance_probs before it in its draft); false: all count the same."""
     features: Literal["cached", "online"] = "cached"
     """cached reads hidden states from disk; online runs the draft over each batch instead, once for all heads."""
     num_train: int | None = None

@@ -91,16 +91,6 @@ class Sums(Metric):
         return Histogram(*(getattr(self, name) for name in Histogram._fields))
 
 
-def reach_of(acceptance_prob: Float[Tensor, " tokens"], row_lengths: Int[Tensor, " rows"]) -> Float[Tensor, " tokens"]:
-    """Probability that verification reaches each token: the product of the acceptance_probs before it in its row."""
-    if not len(row_lengths):
-        return acceptance_prob
-    mask = torch.arange(int(row_lengths.max()), device=row_lengths.device) < row_lengths[:, None]
-    padded = acceptance_prob.new_zeros(mask.shape)
-    padded[mask] = acceptance_prob
-    return F.pad(padded.cumprod(-1)[:, :-1], (1, 0), value=1.0)[mask]
-
-
 def by_position(
     logit: Float[Tensor, "heads tokens"],
     acceptance_prob: Float[Tensor, " tokens"],

@@ -8,9 +8,9 @@ decoding with only if its KL on dev is lower.
 
 from collections.abc import Iterable
 
-from heads.batches.features import FEATURE_SETS, of_timing
+from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
-from heads.measures.histogram import Histogram, observe, reach_of
+from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import fit_logistic
 from heads.model.inputs import SIGNALS
 
@@ -21,15 +21,13 @@ _NUM_RESPONSES = 2048
 def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tuple[float, float]]:
     """Timing -> (slope, offset) of the signal of its heads, fitted to labels without hidden states, batch after batch.
 
-    With `heads.reached`, tokens count as often as verification reaches them. ValueError without drafted tokens.
+    ValueError without drafted tokens.
     """
     sums: dict[str, Histogram] = {}
     for batch in data.training_labels(_NUM_RESPONSES):
         for timing in timings:
             features = of_timing(batch, timing)
-            drafts = batch[FEATURE_SETS[timing]]
-            reach = reach_of(drafts.acceptance_prob, drafts.row_lengths)[None] if data.heads.reached else None
-            histogram = observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None], reach)
+            histogram = observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None])
             sums[timing] = sums[timing].plus(histogram) if timing in sums else histogram
     fitted = {}
     for timing, histogram in sums.items():

@@ -110,9 +110,6 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         model = load_model(config.pair.draft, device=device)
         check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
-    if config.heads.reached and not data.manifest.get("draft_length"):
-        problem = f"heads.reached is true, but {config.data.dir} is not data of a feature draft"
-        raise ValueError(f"{problem}; set heads.reached to false")
     timings = dict.fromkeys(shape.timing for shape in grid(config.heads))
     facts = {
         "run": run,

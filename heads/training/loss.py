@@ -2,9 +2,8 @@
 
     L = sum_i [w_acc P_i softplus(-f_i) + w_rej (1 - P_i) softplus(f_i)] / sum_i [w_acc P_i + w_rej (1 - P_i)]
 
-Its population optimum is f* = logit(P) - ln(w_rej / w_acc). Token weights (`heads.reached`) multiply a token's terms in
-numerator and denominator. The denominator is averaged over processes, so that two processes
-with half a batch each take the same step as one with the whole batch.
+Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator is averaged over processes, so that two
+processes with half a batch each take the same step as one with the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ class Targets(NamedTuple):
     """The loss's arguments besides the logits."""
 
     accepted: Float[Tensor, " tokens"]
-    """P in [0, 1] times the token's weight, shared by all heads."""
+    """P in [0, 1], shared by all heads."""
     rejected: Float[Tensor, " tokens"]
     """1 - P, likewise."""
     accept_weight: Float[Tensor, " heads"]
@@ -38,16 +37,14 @@ class Targets(NamedTuple):
     """The denominator, averaged over processes."""
 
     @classmethod
-    def of(
-        cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor, token_weight: Tensor | float = 1.0
-    ) -> "Targets":
+    def of(cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor) -> "Targets":
         """Targets of a batch, with its own denominator."""
-        accepted, rejected = token_weight * label, token_weight * (1 - label)
-        mass = accept_weight * accepted.sum() + reject_weight * rejected.sum()
-        return cls(accepted, rejected, accept_weight, reject_weight, mass)
+        rejected = 1 - label
+        mass = accept_weight * label.sum() + reject_weight * rejected.sum()
+        return cls(label, rejected, accept_weight, reject_weight, mass)
 
     def weighted(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
-        """w_acc P and w_acc P + w_rej (1 - P) of each head, times the tokens' weights."""
+        """w_acc P and w_acc P + w_rej (1 - P) of each head."""
         accept = self.accept_weight[:, None] * self.accepted
         return accept, accept + self.reject_weight[:, None] * self.rejected
 

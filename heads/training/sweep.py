@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
-from heads.batches.features import FEATURE_SETS, Batch, DraftFeatures, of_timing
+from heads.batches.features import Batch, DraftFeatures, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs, stacks
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, Sums, observe, reach_of
+from heads.measures.histogram import Histogram, Sums, observe
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
@@ -66,7 +66,8 @@ class Sweep(pl.LightningModule):
         """
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in heads.items()}
+        known = heads.keys() & HeadsConfig.__dataclass_fields__  # a checkpoint may have settings that were removed
+        settings: dict[str, Any] = {k: tuple(heads[k]) if isinstance(heads[k], list) else heads[k] for k in known}
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(self.config)
@@ -169,7 +170,7 @@ class Sweep(pl.LightningModule):
         """The targets of the tokens that a stack scores."""
         accept_weights = torch.full_like(stack.reject_weights, self.config.accept_weight)
         label = of_timing(batch, stack.shape.timing).acceptance_prob
-        return Targets.of(label, accept_weights, stack.reject_weights, self._reach(batch, stack))
+        return Targets.of(label, accept_weights, stack.reject_weights)
 
     def on_validation_epoch_start(self) -> None:
         self._validation = Sums(len(self.specs), self.device)
@@ -180,11 +181,10 @@ class Sweep(pl.LightningModule):
         of_signals = []
         for stack in self.by_shape:
             features = of_timing(batch, stack.shape.timing)
-            reach = self._reach(batch, stack)[None]
             label = features.acceptance_prob[None]
-            histograms.append(observe(self.logits(stack, batch).float(), label, reach))
+            histograms.append(observe(self.logits(stack, batch).float(), label))
             signal = features.scalars[SIGNALS[stack.shape.timing]]
-            of_signals.append(observe(signal.float()[None], label, reach))
+            of_signals.append(observe(signal.float()[None], label))
         self._validation.update(Histogram(*map(torch.cat, zip(*histograms, strict=True))))
         self._of_signals.update(Histogram(*map(torch.cat, zip(*of_signals, strict=True))))
 
@@ -294,12 +294,6 @@ class Sweep(pl.LightningModule):
         # `build` passes the draft's embeddings if a head reads them
         embedding = self._embedding[0][features.token] if inputs.embedding and self._embedding else None
         return features.hidden.to(stack.reject_weights.dtype), inputs.stacked(features.scalars), embedding
-
-    def _reach(self, batch: Batch, stack: HeadStack) -> Tensor:
-        """Weight of each token."""
-        drafts = batch[FEATURE_SETS[stack.shape.timing]]
-        prob = drafts.acceptance_prob
-        return reach_of(prob, drafts.row_lengths) if self.config.reached else torch.ones_like(prob)
 
     @property
     def _shift(self) -> Tensor:

@@ -119,7 +119,7 @@ def test_a_linear_head_that_was_trained_on_it_is_judged_and_written_back(config,
     heads = replace(config.heads, dir=str(tmp_path / "run"), depths=(0, 1), scalars=(False,), reject_weights=(1.0,))
     config = replace(
         config,
-        heads=replace(heads, reached=True),
+        heads=heads,
         trainer={"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False},
         decode=replace(config.decode, dir=str(tmp_path / "decode")),
     )

@@ -283,9 +283,9 @@ def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
     assert (features.hidden.shape, len(features.token), len(features.row_lengths)) == ((0, 16), 0, 0)
 
 
-def test_the_frozen_draft_is_no_part_of_the_module(draft, tmp_path: Path):
+def test_the_frozen_draft_is_no_part_of_the_module_whose_checkpoint_may_have_removed_settings(draft):
     facts = {"hidden_size": 16, "provenance": {}}
-    settings = {"depths": [1], "timings": ["fed"], "scalars": [False]}
+    settings = {"depths": [1], "timings": ["fed"], "scalars": [False], "a_removed_setting": True}
     sweep = Sweep(settings, facts, draft=DraftFeatures(draft))
     theirs = {tensor.data_ptr() for tensor in draft.parameters()}
     assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}

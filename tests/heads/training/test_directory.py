@@ -78,7 +78,7 @@ def test_a_run_resumes_where_nothing_depends_on_what_differs_and_else_the_settin
     written, trainer, threads = directory.read(), copied.trainer, replace(copied.pair, num_threads=3)
     heads = written["config"]["heads"]
     other_version = {name: value for name, value in heads.items() if name != "dropout"} | {"removed": 3}
-    same_version = {name: value for name, value in heads.items() if name != "reached"} | {"removed": 3}
+    same_version = {name: value for name, value in heads.items() if name != "warmup_ratio"} | {"removed": 3}
     data = Path(shutil.copytree(copied.data.dir, tmp_path / "moved"))
     moved = replace(copied, data=replace(copied.data, dir=str(data)))
     for message, config, old_heads, old_processes in (

@@ -1,27 +1,18 @@
 """A stack is its heads: same logits, gradients and weights after training. Law 4.7: the loss and its optimum."""
 
-import json
 import math
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
 
 from configs.schema import HeadsConfig
-from heads.command import load_sweep
 from heads.grid import grid, specs
-from heads.measures.histogram import reach_of
 from heads.model.formula import Scaling
 from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
 from heads.training import loss as loss_module
-from heads.training.command import train
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
-from store.shards import write_shard
-from tests.toys.made_up import make_config
 
 WEIGHTS = (1.0, 3.0, 6.0)
 
@@ -61,14 +52,6 @@ def test_loss_is_the_formula_of_law_4_7():
         assert float(weighted_bce(logit, targets)[head]) == pytest.approx(float(expected), rel=1e-5)
     doubled = targets._replace(mass=2 * targets.mass)
     torch.testing.assert_close(weighted_bce(logit, doubled), weighted_bce(logit, targets) / 2)
-
-
-def test_a_token_of_weight_three_counts_as_three_tokens():
-    logit, prob, counts = torch.randn(2, 9), torch.rand(9), torch.tensor([1, 3, 0, 2, 1, 1, 0, 4, 1])
-    weights = torch.ones(2), torch.tensor([1.0, 6.0])
-    repeated = Targets.of(prob.repeat_interleave(counts), *weights)
-    weighed = weighted_bce(logit, Targets.of(prob, *weights, counts.float()))
-    torch.testing.assert_close(weighed, weighted_bce(logit.repeat_interleave(counts, 1), repeated))
 
 
 def test_population_optimum_is_logit_minus_log_of_the_weights():
@@ -199,43 +182,3 @@ def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_befo
         others, every = (names_of(**options, specdec=is_on) for is_on in (False, True))
         assert len(every) == len(set(every))
         assert set(every) == {*others, "fed-d1-w1", "fed-d1-w6"}, "the paper's heads join once"
-
-
-def test_the_reach_of_a_token_is_the_product_of_the_acceptance_probs_before_it_in_its_draft(data_dir, tmp_path):
-    prob = torch.tensor([0.5, 0.2, 0.9, 0.0, 0.3, 0.7])
-    reach = reach_of(prob, torch.tensor([3, 1, 2]))
-    torch.testing.assert_close(reach, torch.tensor([1.0, 0.5, 0.1, 1.0, 1.0, 0.3]))
-    assert len(reach_of(prob[:0], torch.zeros(0, dtype=torch.long))) == 0  # of several processes one may have no draft
-    with pytest.raises(ValueError, match=r"heads.reached is true, but .* a feature draft.*set heads.reached to false"):
-        train(make_config(data_dir, tmp_path, reached=True))
-
-
-def drafts_in(data_dir: Path, directory: Path, *, shift: float) -> Path:
-    """Data of a feature draft whose second tokens are surely rejected; a shift changes the labels after them."""
-    shutil.copytree(data_dir, directory)
-    manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps(manifest | {"draft_length": 7}))
-    for path in sorted((directory / "labels").glob("*.safetensors")):
-        tensors = load_file(path)
-        firsts, prob = tensors["row_offsets"][:-1], tensors["acceptance_prob"]
-        tensors["acceptance_prob"] = (prob + shift).remainder(1.0)
-        tensors["acceptance_prob"][firsts] = prob[firsts]
-        tensors["acceptance_prob"][firsts + 1] = 0.0
-        write_shard(path, save(tensors), rows=len(firsts), tokens=len(prob))
-    return directory
-
-
-def test_labels_after_a_rejected_token_change_nothing(data_dir, tmp_path):
-    weights = {}
-    for reached in (True, False):
-        for shift in (0.0, 0.3):
-            name = f"{reached}-{shift}"
-            data = drafts_in(data_dir, tmp_path / name, shift=shift)
-            settings = {"timings": ("drawn",), "depths": (1,), "trainer": {"max_epochs": 1, "limit_test_batches": 1}}
-            config = make_config(data, tmp_path / "runs" / name, reached=reached, **settings)
-            train(config)
-            sweep = load_sweep(Path(config.heads.dir) / "last.ckpt")
-            of_heads = [t.flatten() for head in sweep.heads().values() for t in head.state_dict().values()]
-            weights[name] = torch.cat([*of_heads, sweep.temperature.float()])
-    torch.testing.assert_close(weights["True-0.0"], weights["True-0.3"])
-    assert not torch.allclose(weights["False-0.0"], weights["False-0.3"], atol=1e-2)
