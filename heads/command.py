@@ -29,6 +29,7 @@ from heads.training.sweep import Sweep
 from lm import load_pair
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
+from store.hub import HUB_ERRORS
 from store.json_files import read_json
 from store.shards import atomic_directory, write_atomic
 
@@ -191,10 +192,20 @@ def push(*, path: str, repo: str, private: bool = False) -> str:
         path: directory of the head.
         repo: owner/name of the repository; created if it does not exist.
         private: create a new repository as private.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses the upload.
     """
     directory = local_path(path, "--path")
     head = AcceptanceHead.from_pretrained(directory)
-    commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
+    try:
+        commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
+    except HUB_ERRORS as error:
+        cause = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{path} was not uploaded to {repo} ({type(error).__name__}: {cause}); check the repository's name, "
+            "the network and HF_ENDPOINT, and log in with `hf auth login` (a token that may write)"
+        ) from error
     print(commit.repo_url)
     return str(commit.repo_url)
 

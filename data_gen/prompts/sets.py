@@ -22,6 +22,7 @@ from data_gen.prompts.growth import FirstSplit, first_split, hash_of, limits_bet
 from data_gen.prompts.listed import check_listed, listed_splits
 from data_gen.prompts.prompt import Prompt, prompts_of, say_once, without_replaced
 from data_gen.prompts.stories import stories
+from store.hub import NETWORK_ERRORS
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -360,7 +361,7 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
         records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files)
         for index, record in enumerate(records):
             yield f"{name} [{part}] record {index}", str(index), record
-    except OSError as error:
+    except NETWORK_ERRORS as error:
         raise FileNotFoundError(
             f"prompt set {name} cannot be reached and is not in the cache: {_line(error)}; set data.prompts to {_FORMS}"
         ) from error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from configs.paths import check_local
 from lm.sampling import FLOATS
+from store.hub import HUB_ERRORS
 from store.json_files import read_json
 from store.shards import write_atomic
 
@@ -66,7 +67,7 @@ def downloaded(name: str, *, kind: str, **download: Any) -> Path:
     """The files of a hub repository; FileNotFoundError if they cannot be downloaded."""
     try:
         return Path(snapshot_download(name, **download))
-    except (OSError, ValueError) as error:
+    except HUB_ERRORS as error:
         raise FileNotFoundError(
             f"no {kind} at {name!r}: no such directory, and the download from the hub failed ("
             f"{' '.join(str(error).split())}); check the name, `hf auth login` for a private one, or name a directory"

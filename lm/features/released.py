@@ -32,6 +32,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from configs.schema import ModelSource
 from lm.features.dspark import MARKOV_HEADS, markov_width
 from lm.folders import refuse_no_model
+from store.hub import NETWORK_ERRORS
 from store.json_files import read_json
 
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
@@ -272,7 +273,7 @@ def _config_of(source: ModelSource) -> dict[str, Any]:
     path = source.path.removesuffix(MTP)
     try:
         file = cached_file(path, "config.json", revision=source.revision)
-    except OSError:
+    except NETWORK_ERRORS:
         return {}
     if file is None:
         refuse_no_model(source.path)

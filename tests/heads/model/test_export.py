@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
+from configs.schema import ModelSource
 from heads import AcceptanceHead, Provenance
 from heads.command import export, import_, inspect, load_sweep, push, save_whole
 from heads.model.official import read_official_head
+from lm.features.released import released_layout_of
 from tests.heads.conftest import Run
 from tests.toys.made_up import feature_data, make_config
 
@@ -208,3 +210,17 @@ def test_a_head_goes_to_the_hub_with_its_card_and_comes_back_and_what_is_not_the
     (path / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="not a complete safetensors"):
         push(path=str(path), repo="someone/broken")
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "no-url"])
+def test_a_hub_that_cannot_be_reached_is_a_line_with_the_repository_and_the_remedy(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    path = save_whole(AcceptanceHead(6, 2), tmp_path / "head")
+    with pytest.raises(ValueError, match=r"head was not uploaded to a/head \(.*HF_ENDPOINT.*`hf auth login`"):
+        push(path=str(path), repo="a/head")
+    with pytest.raises(FileNotFoundError, match="no head at 'no/head'.* download from the hub failed"):
+        AcceptanceHead.from_pretrained("no/head")
+    assert released_layout_of(ModelSource(path="no/draft")) is None
