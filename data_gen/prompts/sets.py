@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
+from data_gen.prompts.exact import exact_source
 from data_gen.prompts.files import Record, json_records, table_records
 from data_gen.prompts.growth import FirstSplit, first_split, hash_of, limits_between, split_within
 from data_gen.prompts.listed import check_listed, listed_splits
@@ -58,6 +59,8 @@ SETS = {
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Suffix of a file -> its builder in `datasets`; all others are JSONL."""
 _SUFFIXES = (*_BUILDERS, ".jsonl", ".json")
+_LOADED = _BUILDERS | {".jsonl": "json", ".json": "json"}
+"""Suffix of a file in a directory -> its builder."""
 _BEFORE: dict[Split, tuple[Split, ...]] = {"test": (), "dev": ("test",), "train": ("test", "dev")}
 """Split -> those that keep a repeated prompt instead of it."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -357,8 +360,9 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
 
     logging.set_verbosity_error()  # the final error reports the retries
     name, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
+    source = exact_source(prompt_set.path, files, _LOADED)
     try:
-        records = load_dataset(prompt_set.path, prompt_set.name, split=part, data_files=files)
+        records = load_dataset(name=prompt_set.name, split=part, **source)
         for index, record in enumerate(records):
             yield f"{name} [{part}] record {index}", str(index), record
     except NETWORK_ERRORS as error:

@@ -299,3 +299,27 @@ def test_cells_of_a_table_are_the_text_that_was_written(tmp_path, name, content,
 def test_a_gzip_file_is_read_whatever_its_name(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"prompt": "x"}'))
     assert all_of(path=str(tmp_path / "a.jsonl"), num=1) == {"0": "x"}
+
+
+@pytest.mark.parametrize("name", ["p[1].parquet", "p*.parquet", "p[1].txt", "p*.txt", "d[1]", "d*"])
+def test_a_path_with_brackets_or_stars_names_exactly_that_file_or_directory(name: str, tmp_path: Path):
+    texts = {spelt: f"in {spelt}" for spelt in (name, name.replace("[1]", "1"), name.replace("*", "2"))}
+    for spelt, text in texts.items():
+        path = tmp_path / spelt
+        frame = pd.DataFrame({"prompt": [text]})
+        if path.suffix == ".txt":
+            path.write_text(f"{text}\n")
+        elif path.suffix:
+            frame.to_parquet(path)
+        else:
+            path.mkdir()
+            frame.to_json(path / "train.jsonl", orient="records", lines=True)
+    assert [prompt.text for prompt in loaded(PromptSource(path=str(tmp_path / name)), num_train=1)] == [f"in {name}"]
+
+
+def test_parquet_without_rows_is_refused_by_its_path(tmp_path: Path):
+    FRAME.head(0).to_parquet(tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match=r"empty\.parquet has no rows; fill it"):
+        loaded(PromptSource(path=str(tmp_path / "empty.parquet")))
+    with pytest.raises(ValueError, match=r"empty\.parquet has no rows; fill it"):
+        loaded(PromptSource(path=str(tmp_path)))

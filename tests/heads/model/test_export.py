@@ -221,6 +221,6 @@ def test_a_hub_that_cannot_be_reached_is_a_line_with_the_repository_and_the_reme
     path = save_whole(AcceptanceHead(6, 2), tmp_path / "head")
     with pytest.raises(ValueError, match=r"head was not uploaded to a/head \(.*HF_ENDPOINT.*`hf auth login`"):
         push(path=str(path), repo="a/head")
-    with pytest.raises(FileNotFoundError, match="no head at 'no/head'.* download from the hub failed"):
+    with pytest.raises(FileNotFoundError, match=r"no head at 'no/head'.* download from the hub failed"):
         AcceptanceHead.from_pretrained("no/head")
     assert released_layout_of(ModelSource(path="no/draft")) is None
