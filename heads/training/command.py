@@ -117,7 +117,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
         "provenance": _provenance(config, data),
         "signals": {timing: list(fitted) for timing, fitted in fit_own_signals(data, timings).items()},
     }
-    if any(config.heads.embeddings):
+    if any(shape.inputs.embedding for shape in grid(config.heads)):
         embedding = _input_embedding(config.pair, data.hidden_size)
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
 
