@@ -54,7 +54,7 @@ _NAMES = {
     Limit(1, 4096): "data.server.concurrency",
     Limit(1, 10**4): "data.server.num_logprobs",
     _COUNT: """
-        pair.sampling.top_k data.max_prompt_tokens data.max_new_tokens data.mixes data.rows_per_shard data.batch_size
+        pair.sampling.top_k data.max_prompt_tokens data.max_new_tokens data.rows_per_shard data.batch_size
         data.chunk_mb data.ray.num_workers heads.num_train heads.batch_size heads.checkpoint_every_n_steps
         trainer.accumulate_grad_batches trainer.check_val_every_n_epoch trainer.num_nodes decode.max_new_tokens
         decode.prompts_per_shard decode.draws_per_prompt""",

@@ -178,8 +178,6 @@ class DataConfig:
     """Largest share of prompts that may fail; above it a run writes everything, then exits with an error."""
     mixing_ratio: float = 0.15
     """Probability r that a token of the mixed sequence comes from the target (SpecDec++ section 3.3)."""
-    mixes: int = 1
-    """Number of independent token mixings per response."""
     mode: Literal["together", "sequential"] = "together"
     """sequential loads one model at a time. acceptance_rate and cross_entropy, which need both models, are then null
     (with `labels: server` only cross_entropy)."""

@@ -154,7 +154,7 @@ def _manifest(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
         "keys": list(_KEYS),
         "rows_per_shard": data.rows_per_shard,
         "features": list(data.feature_sets),
-        **{name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "mixes", "seed")},
+        **{name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "seed")},
         "recorded": {"target_path": target.path, "draft_path": pair.draft.path},
     }
 

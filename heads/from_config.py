@@ -17,7 +17,7 @@ from heads.model.files import rank_of
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 
-_OF_DATA = ("split_weights", "mixing_ratio", "mixes", "features", "draft_length", "draft_every")
+_OF_DATA = ("split_weights", "mixing_ratio", "features", "draft_length", "draft_every")
 """Settings of the data that training reads, by their names in manifest.json."""
 
 

@@ -1,8 +1,8 @@
 """Labels and features of exchanges: the forwards of law 4.6 over one shard.
 
 A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 …
-p_n): all labels and the drawn-time features in one pass per model. Fed-time features need one more draft forward per
-mixing, over prompt + Z.
+p_n): all labels and the drawn-time features in one pass per model. Fed-time features need one more draft forward,
+over prompt + Z.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,11 +83,11 @@ class Labeller:
             broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
 
-    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor, *, mixes: int) -> Tensor:
-        """Draft states after each token of `mixed_ids` (Z, in the order of `Layout.order`) was fed, [token, hidden]."""
+    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor) -> Tensor:
+        """Draft states after each token of `mixed_ids` (Z) was fed, [token, hidden]."""
         assert self.draft is not None
-        draft, layout = self.draft, layout_of(exchanges).repeated(mixes)
-        prompts = [exchange.prompt_ids for exchange in exchanges for _ in range(mixes)]
+        draft, layout = self.draft, layout_of(exchanges)
+        prompts = [exchange.prompt_ids for exchange in exchanges]
         ends = zip(prompts, pairwise(layout.offsets), strict=True)
         texts = [prompt + mixed_ids[start:end].tolist() for prompt, (start, end) in ends]
 

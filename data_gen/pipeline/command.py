@@ -237,10 +237,10 @@ def check_settings(pair: PairConfig, data: DataConfig) -> None:
     sampling, is_feature_draft = Sampling(**vars(pair.sampling)), released_layout_of(pair.draft) is not None
     if data.template not in TEMPLATES:
         raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
-    if (data.mode, data.mixes) != ("together", 1) and is_feature_draft:
+    if data.mode != "together" and is_feature_draft:
         raise ValueError(
-            f"data.mode is {data.mode} and data.mixes {data.mixes}, but pair.draft is a feature draft, which needs the "
-            "target's states and mixes no tokens; set data.mode: together and data.mixes: 1"
+            f"data.mode is {data.mode}, but pair.draft is a feature draft, which needs the target's states; set "
+            "data.mode: together"
         )
     other = "data.engine is ray" if data.engine == "ray" else "pair.draft is a feature draft"
     if (names := sliced_models(pair)) and (data.engine == "ray" or is_feature_draft):

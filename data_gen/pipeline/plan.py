@@ -36,7 +36,7 @@ from store.shards import shard_path
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
 _LABEL_BYTES_PER_TOKEN = 29
-"""Bytes of the labels of one token: six float32, one int32, one bool (and one more of each further mixing)."""
+"""Bytes of the labels of one token: six float32, one int32, one bool."""
 _BUDGET_S = 30.0
 """Seconds that a sample may take, without loading the models."""
 _WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
@@ -114,7 +114,7 @@ def _totals(data: DataConfig, num_rows: int, row: Mapping[str, float]) -> dict[s
         "response_tokens": round(num_tokens),
         "target_decode_forwards": round(num_tokens / data.batch_size) if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
-        "draft_sequence_forwards": num_rows * (1 + (data.mixes if "fed" in data.feature_sets else 0)),
+        "draft_sequence_forwards": num_rows * (1 + ("fed" in data.feature_sets)),
         "disk_bytes": round(num_rows * row["disk_bytes"]),
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": row["token_s"] * num_tokens if "token_s" in row else None,
@@ -176,7 +176,7 @@ def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
 
 def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
     """Upper bounds of a row, from the YAML."""
-    num_states = (data.mixes if "fed" in data.feature_sets else 0) + ("drawn" in data.feature_sets)
+    num_states = len(data.feature_sets)
     width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
     if width is None:  # not a feature draft
         width, num_drafted = load_config(pair.draft).get_text_config().hidden_size, 1.0
@@ -214,10 +214,7 @@ def _report(data: DataConfig, totals: Mapping[str, Any]) -> None:
                 f"lose; set data.rows_per_shard to {advised}"
             )
     if disk_bytes > free_bytes:
-        print(
-            "warning: not enough free disk space; free some, or use fewer prompts, one of data.features, or fewer "
-            "data.mixes"
-        )
+        print("warning: not enough free disk space; free some, or use fewer prompts or one of data.features")
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:

@@ -163,12 +163,11 @@ def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: Dat
     sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
     for timing in data.feature_sets:
         content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
-        times = data.mixes if timing == "fed" else 1
-        write_shard(path_in(f"features/{timing}"), content, rows=num_rows * times, tokens=len(columns[timing]))
+        write_shard(path_in(f"features/{timing}"), content, rows=num_rows, tokens=len(columns[timing]))
     content = rows.to_safetensors(columns, layout)
     write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
     of_rows, has_sets = labelled.of_rows or columns, len(sources_of(data)) > 1
-    table = rows.to_parquet(answers.exchanges, of_rows, mixes=data.mixes, has_sets=has_sets)
+    table = rows.to_parquet(answers.exchanges, of_rows, has_sets=has_sets)
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
     sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them

@@ -46,9 +46,6 @@ from lm.rope import refuse_crossing
 from lm.sampling import REMEDY
 from store.shards import shard_path
 
-_OF_EVERY_MIXING = ("from_target", "fed")
-"""Columns that hold each row once per mixing."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -283,32 +280,28 @@ class Worker:
         """
         data, layout = self.data, layout_of(exchanges)
         uniform = uniforms(self._seed(spec, "draft"), layout.num_tokens)
-        coins = uniforms(self._seed(spec, "mixing"), layout.num_tokens * data.mixes)
+        coins = uniforms(self._seed(spec, "mixing"), layout.num_tokens)
         columns, broken, *_ = self.labeller.label(
             exchanges, {"uniform": uniform, **known}, with_hidden="drawn" in data.feature_sets, progress=progress
         )
         columns["from_target"] = coins < data.mixing_ratio
         if "fed" in data.feature_sets:
-            order = layout.order(data.mixes)
             ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
-            mixed_ids = mixed(ids[order], columns["draft_ids"][order], columns["from_target"])
-            columns["fed"] = self.labeller.fed_hidden(exchanges, mixed_ids, mixes=data.mixes)
+            mixed_ids = mixed(ids, columns["draft_ids"], columns["from_target"])
+            columns["fed"] = self.labeller.fed_hidden(exchanges, mixed_ids)
         for timing in data.feature_sets:
-            mixes = data.mixes if timing == "fed" else 1
-            infinite_rows = layout.repeated(mixes).rows_with(~columns[timing].isfinite().all(-1))
+            infinite_rows = layout.rows_with(~columns[timing].isfinite().all(-1))
             reason = f"the draft's {timing} hidden states are not finite in data.feature_dtype {data.feature_dtype}"
-            broken = {row // mixes: f"{reason}; {REMEDY}" for row in infinite_rows} | broken
+            broken = dict.fromkeys(infinite_rows, f"{reason}; {REMEDY}") | broken
         return Labelled(columns, broken)
 
     def _seed(self, spec: ShardSpec, stage: str) -> int:
         return seed_of(self.data.seed, stage, spec.split, spec.index)
 
     def _without_broken(self, labelled: Labelled, layout: Layout) -> Labelled:
-        once = torch.ones(layout.num_tokens, dtype=torch.bool)
-        once[layout.positions(list(labelled.broken))] = False
-        repeated = once[layout.order(self.data.mixes)]
-        kept = {name: repeated if name in _OF_EVERY_MIXING else once for name in labelled.columns}
-        return labelled._replace(columns={name: values[kept[name]] for name, values in labelled.columns.items()})
+        is_kept = torch.ones(layout.num_tokens, dtype=torch.bool)
+        is_kept[layout.positions(list(labelled.broken))] = False
+        return labelled._replace(columns={name: values[is_kept] for name, values in labelled.columns.items()})
 
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:

@@ -204,12 +204,13 @@ def read_manifest(directory: str | Path, *, command: str = "data", keys: Sequenc
 
 
 def refuse_older(manifest: Manifest, directory: str | Path) -> None:
-    """Raise ValueError if another version of the data format made a directory that heads are to be trained on."""
+    """Raise ValueError for a directory that heads are to be trained on, but that only another version can read."""
+    remedy = "make the data in another data.dir (`acceptance-heads responses` keeps the responses)"
     if (format_ := manifest.get("format", FORMAT)) != FORMAT:
-        raise ValueError(
-            f"{directory} has data format {format_}, but this version reads format {FORMAT}; make the data in another "
-            "data.dir (`acceptance-heads responses` keeps the responses)"
-        )
+        raise ValueError(f"{directory} has data format {format_}, but this version reads format {FORMAT}; {remedy}")
+    if (mixes := manifest.get("mixes", 1)) != 1:
+        problem = f"{directory} has {mixes} token mixings per response (data.mixes)"
+        raise ValueError(f"{problem}, but this version reads one; {remedy}")
 
 
 def settle(directory: str | Path, manifest: Manifest, *, setting: str = "data.dir") -> None:
@@ -238,7 +239,8 @@ def refuse_different(
 ) -> None:
     """Raise ValueError for the first key in which a run's manifest differs from that of an existing directory."""
     in_run = json.loads(json.dumps(manifest))  # tuples become lists
-    if difference := next(_differences(on_disk, in_run), None):
+    # data of earlier versions has a number of token mixings per response, which is 1 now
+    if difference := next(_differences({"mixes": 1} | dict(on_disk), {"mixes": 1} | in_run), None):
         raise ValueError(
             f"{Path(directory) / 'manifest.json'} differs in {difference}; choose another {setting}"
             f"{_REUSE if setting == 'data.dir' else ''}, or delete {directory} to start over"

@@ -4,15 +4,14 @@ docs/files.md has the columns of rows/*.parquet, one row per response, and the t
 have every number exactly. Beyond it:
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
-is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's. With mixes > 1
-from_target is a list of lists, one per mix. float16 moves an acceptance_prob or rate by less than 0.0003, and a log
-probability near -8 by 0.004; the entropies, float32 rounded to 15 bits of mantissa, keep 2^-16, because their
-difference is a divergence near zero. `read_rows` returns float32. The sidecar lists the problems, the prompts without a
-row: ok + error + skipped = input.
+is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's. float16 moves an
+acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the entropies, float32 rounded to
+15 bits of mantissa, keep 2^-16, because their difference is a divergence near zero. `read_rows` returns float32. The
+sidecar lists the problems, the prompts without a row: ok + error + skipped = input.
 
 Tensors are float32, `token` int32, offsets and lengths int64. `drawn` states produced q_i, over prompt + X_<i; `fed`
-are those after prompt + Z_<=i was fed, in the order of is_drafted, which is true where Z_i came from Y. With a feature
-draft (`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
+are those after prompt + Z_<=i was fed; is_drafted is true where Z_i came from Y. With a feature draft
+(`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
 """
 
 from bisect import bisect_right
@@ -52,18 +51,16 @@ _WRITTEN: dict[str, Any] = {
 COLUMNS = ("id", "prompt", "prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS, "from_target", "finish_reason")
 
 
-def to_parquet(
-    exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, mixes: int = 1, has_sets: bool = False
-) -> bytes:
+def to_parquet(exchanges: Sequence[Exchange], columns: Mapping[str, Tensor], *, has_sets: bool = False) -> bytes:
     """The Parquet file of one shard; the same rows give the same bytes.
 
-    `columns`: draft_ids and `POSITION_COLUMNS`, each [token] over all rows, and from_target [token of every mixing];
-    null if absent. With `has_sets` ids begin with the name of the prompt's set.
+    `columns`: draft_ids, `POSITION_COLUMNS` and from_target, each [token] over all rows; null if absent. With
+    `has_sets` ids begin with the name of the prompt's set.
     """
     lengths = [len(exchange.response_ids) for exchange in exchanges]
-    kinds = {"draft_ids": pa.int32()} | dict.fromkeys(_HALVES, pa.float16()) | dict.fromkeys(_ENTROPIES, pa.float32())
+    kinds = {"draft_ids": pa.int32(), "from_target": pa.bool_()}
+    kinds |= dict.fromkeys(_HALVES, pa.float16()) | dict.fromkeys(_ENTROPIES, pa.float32())
     arrays = {name: _lists(columns.get(name), lengths, kind) for name, kind in kinds.items()}
-    arrays["from_target"] = _lists(columns.get("from_target"), lengths, pa.bool_(), mixes)
     for name in ("id", "prompt", "finish_reason"):
         arrays[name] = pa.array([getattr(exchange, name) for exchange in exchanges], pa.string())
     for name in ("prompt_ids", "response_ids"):
@@ -104,24 +101,18 @@ def account(paths: Iterable[Path]) -> tuple[dict[str, int], list[dict[str, Any]]
     return dict(totals), problems
 
 
-def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType, mixes: int = 1) -> pa.Array:
-    """[token] -> one list per row, or with several mixings a list of such lists; null lists for None. float32 is
-    rounded to 15 bits of mantissa, so that its last byte is zero and takes no space.
+def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> pa.Array:
+    """[token] -> one list per row; null lists for None. float32 is rounded to 15 bits of mantissa, so that its last
+    byte is zero and takes no space.
     """
     if values is None:
         return pa.nulls(len(lengths), pa.list_(kind))
-    if mixes > 1:
-        inner = _lists(values, [length for length in lengths for _ in range(mixes)], kind)
-        return pa.ListArray.from_arrays(_offsets([mixes] * len(lengths)), inner)
     if kind == pa.float16():
         values = values.half()
     elif kind == pa.float32():
         values = ((values.float().contiguous().view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
-    return pa.ListArray.from_arrays(_offsets(lengths), pa.array(values.numpy(), kind))
-
-
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(accumulate(lengths, initial=0), pa.int32())
+    offsets = pa.array(accumulate(lengths, initial=0), pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.array(values.numpy(), kind))
 
 
 _NUMBERS = ("acceptance_prob", "log_q", *stored_scalars(), "acceptance_rate")
@@ -131,8 +122,7 @@ _NUMBERS = ("acceptance_prob", "log_q", *stored_scalars(), "acceptance_rate")
 class Layout:
     """Rows of `lengths` positions, one after the other.
 
-    Worked example: lengths (2, 3) have offsets (0, 2, 5); `positions([1, 0])` is 2 3 4 0 1, `order(2)` is 0 1 0 1 2 3 4
-    2 3 4.
+    Worked example: lengths (2, 3) have offsets (0, 2, 5), and `positions([1, 0])` is 2 3 4 0 1.
     """
 
     lengths: tuple[int, ...]
@@ -152,11 +142,6 @@ class Layout:
         parts = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
-    def order(self, times: int) -> Int[Tensor, " token"]:
-        """Flat positions such that values[order] holds each row `times` times before the next."""
-        rows = [row for row in range(len(self.lengths)) for _ in range(times)]
-        return self.positions(rows)
-
     def rows_with(self, mask: Bool[Tensor, " token"]) -> dict[int, int]:
         """Row with a true position -> the first such position, counted from the row's start."""
         first: dict[int, int] = {}
@@ -164,10 +149,6 @@ class Layout:
             row = bisect_right(self.offsets, position) - 1
             first.setdefault(row, position - self.offsets[row])
         return first
-
-    def repeated(self, times: int) -> "Layout":
-        """Each row `times` times before the next: the layout of several mixings."""
-        return Layout(tuple(length for length in self.lengths for _ in range(times)))
 
 
 def layout_of(exchanges: Sequence[Exchange]) -> Layout:

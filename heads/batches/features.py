@@ -66,7 +66,7 @@ def of_timing(batch: Batch, timing: str) -> Features:
 
 
 class Row(NamedTuple):
-    """One mixing of one response, or all drafts of one response of a feature draft."""
+    """The drafted positions of one response: of its mixed sequence, or of all drafts of a feature draft."""
 
     numbers: dict[str, Tensor]
     """The token and the numbers of each drafted position, [tokens]."""
@@ -94,8 +94,6 @@ class FeatureShard:
     """Feature set -> the file of its hidden states; None: the draft computes them from `texts`."""
     columns: Sequence[str]
     """The numbers to read beside the token and acceptance_prob."""
-    mixes: int = 1
-    """Token mixings per response."""
     draft_starts: tuple[int, int] | None = None
     """(response index of a feature draft's first draft, distance to the next), else (0, 1); None: no `POSITION`."""
     texts: Path | None = None
@@ -114,15 +112,15 @@ class FeatureShard:
         with _opened(self.labels, "row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
-    def read(self, start: int, stop: int) -> dict[str, list[list[Row]]]:
-        """Feature set -> the rows of each of the responses start … stop - 1; ValueError if a file lacks a tensor."""
+    def read(self, start: int, stop: int) -> dict[str, list[Row]]:
+        """Feature set -> the rows of the responses start … stop - 1; ValueError if a file lacks a tensor."""
         names = ("acceptance_prob", "token", *self.columns)
         with _opened(self.labels, "row_offsets", "is_drafted", *names) as file:
             every = file.get_tensor("row_offsets")
             offsets = every[start : stop + 1]
             first, last = int(offsets[0]), int(offsets[-1])
             numbers = {name: _column(file, name, first, last) for name in names}
-            is_drafted = file.get_slice("is_drafted")[first * self.mixes : last * self.mixes]
+            is_drafted = file.get_slice("is_drafted")[first:last]
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
             ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else every[1:]
         bounds = list(pairwise((offsets - first).tolist()))
@@ -130,27 +128,26 @@ class FeatureShard:
         lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
         texts = _texts(self.texts).slice(start, stop - start).to_pylist() if self.texts else [{}] * len(bounds)
 
-        def rows_of(timing: str, times: int, hidden: Tensor | None, response: int) -> list[Row]:
-            (begin, end), rows = bounds[response], list[Row]()
-            index = None if self.draft_starts is None else _response_index(lengths[response], *self.draft_starts)
-            for mix in range(times):
-                at = slice(begin * times + mix * (end - begin), begin * times + (mix + 1) * (end - begin))
-                drafted = is_drafted[at].nonzero().squeeze(-1) if timing == "fed" else torch.arange(end - begin)
-                of_drafted = {name: values[begin:end][drafted] for name, values in numbers.items()}
-                if index is not None:
-                    of_drafted[POSITION] = index[drafted].float().log1p()
-                row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
-                states = None if hidden is None else hidden[at]
-                rows.append(Row(of_drafted, drafted, row_lengths, states, **texts[response]))
-            return rows
+        def row_of(timing: str, hidden: Tensor | None, response: int) -> Row:
+            begin, end = bounds[response]
+            drafted = torch.arange(end - begin)
+            if timing == "fed":
+                drafted = is_drafted[begin:end].nonzero().squeeze(-1)
+            of_drafted = {name: values[begin:end][drafted] for name, values in numbers.items()}
+            if self.draft_starts is not None:
+                index = _response_index(lengths[response], *self.draft_starts)
+                of_drafted[POSITION] = index[drafted].float().log1p()
+            row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
+            states = None if hidden is None else hidden[begin:end]
+            return Row(of_drafted, drafted, row_lengths, states, **texts[response])
 
         result = {}
         for timing, path in self.states.items():
-            hidden, times = None, self.mixes if timing == "fed" else 1
+            hidden = None
             if path is not None:
                 with _opened(path, "hidden") as file:
-                    hidden = file.get_slice("hidden")[first * times : last * times]
-            result[timing] = [rows_of(timing, times, hidden, response) for response in range(len(bounds))]
+                    hidden = file.get_slice("hidden")[first:last]
+            result[timing] = [row_of(timing, hidden, response) for response in range(len(bounds))]
         return result
 
 

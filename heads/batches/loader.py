@@ -86,18 +86,18 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
     """
 
     @lru_cache(_CACHED_BLOCKS)
-    def block_rows(shard: int, block: int) -> dict[str, list[list[Row]]]:
+    def block_rows(shard: int, block: int) -> dict[str, list[Row]]:
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
-    def rows_of(item: Item, timing: str) -> list[Row]:
+    def row_of(item: Item, timing: str) -> Row:
         shard, (block, offset) = item[0], divmod(item[1], BLOCK_SIZE)
         return block_rows(shard, block)[timing][offset]
 
     def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:
-        rows = {timing: [row for item in items for row in rows_of(item, timing)] for timing in shards[0].states}
+        rows = {timing: [row_of(item, timing) for item in items] for timing in shards[0].states}
         if not items:  # a row without tokens has the shapes and dtypes of the others
             first = next((number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
-            rows = {timing: [rows_of(first, timing)[0].without_tokens()] for timing in rows}
+            rows = {timing: [row_of(first, timing).without_tokens()] for timing in rows}
         if shards[0].texts:
             return rows
         batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +138,9 @@ class FeatureData(pl.LightningDataModule):
             stateless = replace(shard, states=dict.fromkeys(shard.states), texts=None)
             batch: Batch = {}
             for timing, rows in stateless.read(0, math.ceil(share * size)).items():
-                flat = list(chain.from_iterable(rows))
-                if flat:
-                    num_tokens = sum(len(row.drafted) for row in flat)
-                    batch[timing] = with_states(flat, torch.empty(num_tokens, 0))
+                if rows:
+                    num_tokens = sum(len(row.drafted) for row in rows)
+                    batch[timing] = with_states(rows, torch.empty(num_tokens, 0))
             if batch:
                 yield batch
 
@@ -178,7 +177,7 @@ class FeatureData(pl.LightningDataModule):
         for of_shard in paths:
             states = {timing: of_shard.get(f"features/{timing}") for timing in self.timings}
             texts = of_shard["rows"] if self.is_online else None
-            shards.append(FeatureShard(of_shard["labels"], states, self.columns, self.data.mixes, starts, texts))
+            shards.append(FeatureShard(of_shard["labels"], states, self.columns, starts, texts))
         if not any(map(sum, (shard.row_lengths for shard in shards))):
             remedy = f"raise data.num_{split} and make the data again"
             raise ValueError(f"{split} features of {self.data.dir} have no tokens; {remedy}")
@@ -225,7 +224,7 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
             "data.features (`acceptance-heads responses` keeps the responses)"
         )
     compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
-    compared |= {name: (manifest.get(name), getattr(data, name)) for name in ("mixing_ratio", "mixes")}
+    compared["mixing_ratio"] = manifest.get("mixing_ratio"), data.mixing_ratio
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         recorded, described = manifest[name], {"name": source.path, "revision": source.revision}
         with suppress(FileNotFoundError):  # a directory without config.json: an empty mount point, a tokenizer alone

@@ -42,8 +42,8 @@ def _drawn_shifted(self, exchanges, inputs, with_hidden):
     return columns | {name: columns[name].roll(-1, 0) for name in ("drawn",) if name in columns}
 
 
-def _fed_shifted(self, exchanges, mixed_ids, *, mixes):
-    return _fed_hidden(self, exchanges, mixed_ids, mixes=mixes).roll(1, 0)
+def _fed_shifted(self, exchanges, mixed_ids):
+    return _fed_hidden(self, exchanges, mixed_ids).roll(1, 0)
 
 
 def _loss_everywhere(columns, layout):
@@ -102,7 +102,6 @@ LAW = tests_of_laws.test_responses_follow_the_targets_law
 BATCHES = tests_of_laws.test_a_response_does_not_depend_on_who_shares_its_batch
 OF_SAMPLING, WARPED = tests_of_laws.test_draft_tokens_follow_the_q_of_the_sampling, Sampling(temperature=0.6, top_k=3)
 COINS = rows.test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal
-MIXES = rows.test_each_mixing_is_a_row_of_the_fed_features
 LOST = resume.test_a_lost_or_truncated_shard_is_made_again_byte_for_byte
 MUTANTS = {
     "acceptance swapped": (INDEPENDENT, PLAIN, laws, "acceptance_prob_of", lambda p, q: acceptance_prob_of(q, p)),
@@ -119,7 +118,6 @@ MUTANTS = {
     "draws shared by shards": (SEEDS, {}, worker, "seed_of", lambda *parts: seed_of(*parts[:-1])),
     "responses shared by shards": (SEEDS, {}, exchange, "seed_of", lambda *parts: seed_of(*parts[:3], parts[4])),
     "coins of the draft's draws": (SEEDS, {}, worker, "seed_of", lambda seed, stage, *more: seed_of(seed, *more)),
-    "coins shared by mixes": (MIXES, {}, worker, "uniforms", lambda seed, count: uniforms(seed, 1).expand(count)),
     "uniforms shared by rows": (LAW, {}, exchange, "uniforms", _uniforms_of_one_row),
     "greedy responses": (LAW, {}, exchange, "draw", lambda probs, uniform: probs.argmax(-1)),
     "eos dropped": (BATCHES, {}, TargetInProcess, "respond", _eos_dropped),

@@ -131,7 +131,7 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kin
     shard = FeatureShard(path, {"drawn": None, "fed": None}, ("entropy",), draft_starts=starts)
     for timing in ("drawn", "fed"):
         for first, last in ((0, 2), (1, 2)):
-            rows = [row for (row,) in shard.read(first, last)[timing]]
+            rows = shard.read(first, last)[timing]
             tokens = torch.cat([row.numbers["token"] for row in rows]).tolist()
             assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
             assert tokens == drafts.columns["draft_ids"].tolist()[-len(tokens) :]

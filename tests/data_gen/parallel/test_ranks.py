@@ -167,7 +167,7 @@ def manifest_of(directory: str | Path) -> Mapping[str, object]:
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    first_fast([(2, {}), (3, {"mode": "sequential"}), (7, {"mixes": 2})], 1),
+    first_fast([(2, {}), (3, {"mode": "sequential"}), (7, {})], 1),
     ids=["2", "3 stage by stage", "7, of which two have no shard"],
 )
 def test_n_processes_write_the_bytes_of_one(toy_config, world_size, changes):

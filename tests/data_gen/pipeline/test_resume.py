@@ -75,6 +75,8 @@ MANIFESTS = (
     ("generator", "MT19937", OF_GENERATOR.format("'MT19937'")),
     ("generator", None, OF_GENERATOR.format("None")),  # as in folders made by torch's generator
     ("seed", 1, "seed: 1 there, 0 in"),
+    ("mixes", 1, None),  # as in folders made before the setting was removed
+    ("mixes", 2, "differs in mixes: 2 there, 1 in this run; choose another data.dir"),
     ("mixing_ratio", 0.2, "differs in mixing_ratio"),
     ("rows_per_shard", 2, "differs in rows_per_shard"),
     ("sampling.temperature", 0.5, r"sampling\.temperature: 0\.5 there, 1\.0 in"),

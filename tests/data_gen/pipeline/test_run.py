@@ -95,22 +95,6 @@ def test_sequential_mode_gives_the_same_data_without_the_columns_that_need_both_
                 torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
 
 
-def test_each_mixing_is_a_row_of_the_fed_features(toy_config):
-    config = with_data(toy_config, mixes=3, mixing_ratio=0.5)
-    make(config)
-    rows = read_rows(shard_path(config.data.dir, "rows", "train", 0)).to_pylist()
-    stored = load_file(shard_path(config.data.dir, "labels", "train", 0))
-    hidden = load_file(shard_path(config.data.dir, "features/fed", "train", 0))["hidden"]
-    assert len(stored["row_offsets"]) == 1 + len(rows)
-    assert len(hidden) == 3 * int(stored["row_offsets"][-1])
-    coins = [coin for row in rows for mix in row["from_target"] for coin in mix]
-    assert stored["is_drafted"].tolist() == [not coin for coin in coins]
-    assert len({tuple(mix) for mix in rows[0]["from_target"]}) > 1
-    probs, log_p = ([value for row in rows for value in row[name]] for name in ("acceptance_prob", "log_p"))
-    assert stored["acceptance_prob"].tolist() == pytest.approx(probs, rel=2**-11)
-    assert stored["target_prob"].log().tolist() == pytest.approx(log_p, rel=2**-10, abs=1e-4)
-
-
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config):
     """A draft that is the target, decoded greedily, proposes X itself everywhere; the coins must not notice."""
     pair = replace(toy_config.pair, draft=toy_config.pair.target, sampling=SamplingConfig(temperature=0.0))

@@ -165,7 +165,12 @@ def test_data_of_another_draft_or_sampling_and_more_responses_than_there_are_are
     for old, new, message in (
         ("made-up/draft", "other/draft", "draft name"),
         ('"temperature": 1.0', '"temperature": 0.5', "sampling"),
-        ('"mixes": 1', '"mixes": 1, "format": 2', "has data format 2, but this version reads format 3; make the data"),
+        ('"mixes": 1', '"format": 2', "has data format 2, but this version reads format 3; make the data in another"),
+        (
+            '"mixes": 1',
+            '"mixes": 3',
+            r"has 3 token mixings .*\(data.mixes\), but this version reads one; make the data",
+        ),
     ):
         (changed / "manifest.json").write_text(text.replace(old, new))
         with pytest.raises(ValueError, match=message):
@@ -239,7 +244,7 @@ def draft() -> LlamaForCausalLM:
 
 
 def rows() -> dict[str, list[Row]]:
-    """Of two responses, of which fed-time features have two mixings."""
+    """Of two responses."""
     generator, made = torch.Generator().manual_seed(1), {"fed": list[Row](), "drawn": list[Row]()}
 
     def ids(count: int) -> list[int]:
@@ -248,23 +253,22 @@ def rows() -> dict[str, list[Row]]:
     for length in (5, 9):
         numbers = {name: torch.rand(length, generator=generator) for name in ("acceptance_prob", "entropy")}
         numbers["token"] = torch.tensor(ids(length), dtype=torch.int32)
-        drafted = [(torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1) for _ in range(2)]
-        drafted.append(torch.arange(length))
+        drafted = (torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1)
         texts = ids(4), ids(length)
-        for timing, each in zip(("fed", "fed", "drawn"), drafted, strict=True):
-            of_drafted = {name: value[each] for name, value in numbers.items()}
-            made[timing].append(Row(of_drafted, each, torch.tensor([len(each)]), None, *texts))
+        for timing, positions in (("fed", drafted), ("drawn", torch.arange(length))):
+            of_drafted = {name: value[positions] for name, value in numbers.items()}
+            made[timing].append(Row(of_drafted, positions, torch.tensor([len(positions)]), None, *texts))
     return made
 
 
-@pytest.mark.parametrize("mixing", [0, 1])
-def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, mixing: int):
+@pytest.mark.parametrize("response", [0, 1])
+def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, response: int):
     made = rows()
-    row, fed = made["fed"][2 + mixing], DraftFeatures(draft)(made, torch.device("cpu"))["fed"]
+    row, fed = made["fed"][response], DraftFeatures(draft)(made, torch.device("cpu"))["fed"]
     mixed = list(row.response_ids)
     for position, token in zip(row.drafted.tolist(), row.numbers["token"].tolist(), strict=True):
         mixed[position] = token
-    states = fed.hidden.split(fed.row_lengths.tolist())[2 + mixing]
+    states = fed.hidden.split(fed.row_lengths.tolist())[response]
     expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
 
