@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
+from heads.model.files import LEAST_KL
 from heads.model.head import TIMING_LABELS, Timing
 from heads.model.inputs import SIGNALS
 from lm.signals import SCALARS
@@ -48,12 +49,19 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
     lines: list[str] = []
     worse: list[str] = []
     for timing in dict.fromkeys(spec.shape.timing for spec in specs):
+        if _is_constant(result, timing):
+            mean = result["labels"][timing]["mean_acceptance_prob"]
+            lines.append(
+                f"There is nothing to predict for {TIMING_LABELS[timing]} heads on dev: the acceptance probability is "
+                f"{mean:.3f} at every token (a constant has KL 0), so a fixed draft length serves as well as any head."
+            )
+            continue
         names = [str(spec) for spec in specs if spec.shape.timing == timing]
         name = min(names, key=lambda name: result["heads"][name]["calibrated_kl"])
         head = result["heads"][name]
         alone = result["signals"][timing][SIGNALS[timing]]
         title = SCALARS[SIGNALS[timing]].symbol
-        reduction = 1 - head["calibrated_kl"] / alone["calibrated_kl"]
+        reduction = 1 - head["calibrated_kl"] / max(alone["calibrated_kl"], LEAST_KL)
         lines.append(
             f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
             f"AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} KL than {title} "
@@ -74,10 +82,20 @@ def signal_kl(result: Result, timing: Timing) -> float:
 
 
 def beats_signal(result: Result, specs: Sequence[HeadSpec]) -> dict[str, bool]:
-    """Name of each head -> whether it has a lower calibrated KL than the draft's own signal at its timing."""
-    return {
-        str(spec): result["heads"][str(spec)]["calibrated_kl"] < signal_kl(result, spec.shape.timing) for spec in specs
-    }
+    """Name of each head -> whether it has a lower calibrated KL than the draft's own signal at its timing; False where
+    the acceptance probability is constant, since KLs of 0 differ only by rounding.
+    """
+    beats: dict[str, bool] = {}
+    for spec in specs:
+        kl = result["heads"][str(spec)]["calibrated_kl"]
+        timing = spec.shape.timing
+        beats[str(spec)] = not _is_constant(result, timing) and kl < signal_kl(result, timing)
+    return beats
+
+
+def _is_constant(result: Result, timing: Timing) -> bool:
+    """Whether all tokens have one acceptance probability, such as 1 if the draft equals the target."""
+    return bool(result["labels"][timing]["constant_kl"] < LEAST_KL)
 
 
 def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
@@ -102,10 +120,14 @@ def tables(result: Result, specs: Sequence[HeadSpec], *, split: str) -> str:
         (f"{name} alone ({timing})", of) for timing, each in result["signals"].items() for name, of in each.items()
     ]
     measured = [*alone, *((str(spec), result["heads"][str(spec)]) for spec in specs)]
-    every = [[name, *(f"{of[metric]:.4f}" if metric in of else "" for metric in METRICS)] for name, of in measured]
+    every = [[name, *(_cell(of.get(metric, math.nan)) for metric in METRICS)] for name, of in measured]
     titles = ["", *(metric.replace("_", " ") for metric in METRICS)]
     parts += [f"### Every head, and each signal alone, on {split}", _markdown(titles, every)]
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.4f}"
 
 
 def _recipe(spec: HeadSpec) -> str:
@@ -122,7 +144,7 @@ def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
     rows = []
     for name in sets:
         labels, measured = next(iter(results[name]["labels"].values())), results[name]["heads"]
-        cells = [f"{measured[head]['calibrated_kl']:.4f}, {measured[head]['auroc']:.4f}" for head in heads]
+        cells = [f"{_cell(measured[head]['calibrated_kl'])}, {_cell(measured[head]['auroc'])}" for head in heads]
         rows.append([name, f"{labels['num_tokens']:,.0f}", f"{labels['mean_acceptance_prob']:.3f}", *cells])
     table = _markdown(["set", "tokens", "mean acceptance prob", *heads], rows)
     return f"### Calibrated KL and AUROC by set of prompts, of the best heads on dev\n\n{table}\n"

@@ -35,8 +35,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 """Key of config.json -> allowed types."""
 _LARGEST = 1e15
 """Largest weight: a product of two layers of such weights, over any width, is still finite in float32."""
-_LEAST_KL = 1e-6
-"""Nats per token; a signal of a smaller KL counts as this."""
+LEAST_KL = 1e-6
+"""Nats per token; a signal of a smaller KL counts as this, since its KL divides."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when it is loaded; if you trust it, convert it: "
@@ -99,7 +99,7 @@ def rank_of(metrics: Mapping[str, float]) -> tuple[bool, float]:
     """
     kl = metrics.get("calibrated_kl", math.inf)
     if "signal_kl" in metrics:
-        return False, kl / max(metrics["signal_kl"], _LEAST_KL)
+        return False, kl / max(metrics["signal_kl"], LEAST_KL)
     return True, kl
 
 

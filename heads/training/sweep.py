@@ -24,15 +24,13 @@ from heads.grid import grid, scalar_names, specs, stacks
 from heads.measures.evaluation import Evaluation
 from heads.measures.histogram import Histogram, Sums, observe
 from heads.measures.scores import auroc, fit_temperature, measures
+from heads.model.files import LEAST_KL
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
 from heads.training.loss import Targets
 from heads.training.stack import HeadStack
 from heads.training.start import Start
 from heads.training.trainer import num_optimizer_steps, training_plan
-
-_LEAST_KL = 1e-6
-"""Nats per token; a signal of a smaller KL, as under an exact draft, counts as this."""
 
 
 class Sweep(pl.LightningModule):
@@ -214,7 +212,7 @@ class Sweep(pl.LightningModule):
         fitted = [self.facts["signals"][stack.shape.timing] for stack in self.by_shape]
         slopes, offsets = torch.tensor(fitted, dtype=torch.float64, device=self.device).unbind(-1)
         kl = measures(self._of_signals.compute(), slopes, offsets).kl
-        return kl.clamp_min(_LEAST_KL).repeat_interleave(len(self.config.reject_weights))
+        return kl.clamp_min(LEAST_KL).repeat_interleave(len(self.config.reject_weights))
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()

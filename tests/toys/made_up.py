@@ -28,8 +28,12 @@ SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 """What srun sets for a job of one task."""
 
 
-def write_features(directory: Path, split: str, index: int, *, num_rows: int, seed: int) -> None:
-    """Labels and states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and noise."""
+def write_features(
+    directory: Path, split: str, index: int, *, num_rows: int, seed: int, is_exact: bool = False
+) -> None:
+    """Labels and states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and noise. An
+    exact draft equals its target.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (num_rows,), generator=generator)
     direction = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(99))
@@ -37,10 +41,14 @@ def write_features(directory: Path, split: str, index: int, *, num_rows: int, se
     hidden = torch.randn(count, HIDDEN, generator=generator)
     log_token_prob = -torch.rand(count, generator=generator) * 4
     prob = (hidden @ direction + 2 + log_token_prob).sigmoid()
+    rate = (hidden @ direction).sigmoid()  # what a head that knows no token can say
+    if is_exact:
+        prob = torch.ones(count)
+        rate = prob.clone()
     tensors = {
         "acceptance_prob": prob,
         "target_prob": prob * log_token_prob.exp(),
-        "acceptance_rate": (hidden @ direction).sigmoid(),  # what a head that knows no token can say
+        "acceptance_rate": rate,
         "log_q": log_token_prob.clone(),
         "log_token_prob": log_token_prob,
         "logit_token_prob": logit_of_log(log_token_prob),
@@ -71,10 +79,10 @@ def write_manifest(directory: Path) -> None:
     (directory / "manifest.json").write_text(json.dumps(manifest))
 
 
-def write_data(directory: Path) -> Path:
+def write_data(directory: Path, *, is_exact: bool = False) -> Path:
     """Two training shards of 40 and 24 responses, one of dev, one of test."""
     for split, index, num_rows in (("train", 0, 40), ("train", 1, 24), ("dev", 0, 24), ("test", 0, 8)):
-        write_features(directory, split, index, num_rows=num_rows, seed=len(split) * 10 + index)
+        write_features(directory, split, index, num_rows=num_rows, seed=len(split) * 10 + index, is_exact=is_exact)
     write_manifest(directory)
     return directory
 

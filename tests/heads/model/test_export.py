@@ -1,6 +1,7 @@
 """Heads leave and come: `export`, `import` of a released SpecDec++ head, a folder in place of the hub."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from configs.schema import ModelSource
 from heads import AcceptanceHead, Provenance
 from heads.command import export, import_, inspect, load_sweep, push, save_whole
+from heads.model.files import rank_of
 from heads.model.official import read_official_head
+from heads.training.command import train
 from lm.features.released import released_layout_of
 from tests.heads.conftest import Run
-from tests.toys.made_up import feature_data, make_config
+from tests.toys.made_up import feature_data, make_config, write_data
 
 
 def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
@@ -224,3 +227,21 @@ def test_a_hub_that_cannot_be_reached_is_a_line_with_the_repository_and_the_reme
     with pytest.raises(FileNotFoundError, match=r"no head at 'no/head'.* download from the hub failed"):
         AcceptanceHead.from_pretrained("no/head")
     assert released_layout_of(ModelSource(path="no/draft")) is None
+
+
+def test_a_draft_that_always_agrees_leaves_nothing_to_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = make_config(write_data(tmp_path, is_exact=True), tmp_path / "run", timings=("fed", "drawn", "prefix"))
+    train(config)
+    sentences = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("There is nothing to predict")
+    ]
+    assert len(sentences) == 3
+    assert all("is 1.000 at every token (a constant has KL 0)" in sentence for sentence in sentences)
+    assert "nan" not in (tmp_path / "run" / "tables.md").read_text()
+    with pytest.raises(ValueError, match=r"(?s)nothing to predict for drawn-time heads.* Pass --force"):
+        export(config)
+    paths = export(config, force=True)
+    assert len(paths) == 12
+    for path in paths:
+        metrics = AcceptanceHead.from_pretrained(path).provenance.metrics
+        assert all(map(math.isfinite, rank_of(metrics)))
