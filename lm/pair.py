@@ -299,7 +299,18 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
 
 def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
     """Raise ValueError if the model lacks logits for a token that may be emitted."""
-    if (width := num_logits_of(model)) < vocab_size:
+    _check_width(num_logits_of(model), vocab_size, name)
+
+
+def check_widths(config: PairConfig) -> None:
+    """`check_width` of every model by its config.json, without loading weights."""
+    vocab_size = vocab_size_of(load_tokenizer(config.target), load_config(config.target))
+    for name, source in _sources(config).items():
+        _check_width(int(load_config(source).get_text_config().vocab_size), vocab_size, name)
+
+
+def _check_width(width: int, vocab_size: int, name: str) -> None:
+    if width < vocab_size:
         raise ValueError(
             f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own "
             "tokenizer"

@@ -30,6 +30,7 @@ from heads.grid import specs
 from heads.training.command import epochs_of
 from lm import load_config, load_pair_tokenizer
 from lm.features.released import width_of
+from lm.pair import check_widths
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
@@ -68,7 +69,7 @@ def init(
 
     Raises:
         FileNotFoundError: no such model, or no such prompts.
-        ValueError: an existing file, models with different tokenizers, fewer than 10 prompts.
+        ValueError: an existing file, models with different tokenizers or too few logits, fewer than 10 prompts.
     """
     path = local_path(out, "--out")
     if path.exists() and not force:
@@ -82,6 +83,7 @@ def init(
     config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
     check_settings(pair, config.data)
     hint_at_few(num_prompts, prompts)
+    check_widths(pair)
     show_first(all_prompts, load_pair_tokenizer(pair), config.data.template)
     lines, totals = _plan(config)
     if rows_per_shard := shard_size(config.data, totals):

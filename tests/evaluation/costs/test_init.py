@@ -97,3 +97,13 @@ def test_what_init_cannot_do_is_refused():
     init(**PAIR, prompts=prompts(30), force=True)
     with pytest.raises(ValueError, match="has 9 prompts; give at least 10"):
         init(**PAIR, prompts=prompts(9), force=True)
+
+
+def test_a_draft_without_logits_for_all_tokens_is_refused_before_a_yaml_is_written(tmp_path: Path):
+    draft = shutil.copytree(PAIR["draft"], tmp_path / "narrow")
+    path = draft / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"vocab_size": 100}))
+    with pytest.raises(ValueError, match=r"draft has logits for 100 ids and \d+ are in use; resize its embeddings"):
+        init(target=PAIR["target"], draft=str(draft), prompts=prompts(20), out="narrow.yaml")
+    assert not Path("narrow.yaml").exists()
