@@ -56,7 +56,7 @@ def test_a_run_that_started_over_and_died_at_once_is_never_the_old_one(data_dir:
     assert (head.provenance.metrics, head.provenance.training["learning_rate"]) == ({}, 0.5)
     with pytest.raises(ValueError, match="--head best needs val_metrics"):
         export(new, head="best")
-    [path] = export(old, head="fed-d0-w1", checkpoint=str(tmp_path / "old.ckpt"))
+    [path] = export(old, head="fed-d0-w1", checkpoint=str(tmp_path / "old.ckpt"), force=True)
     assert AcceptanceHead.from_pretrained(path).provenance.metrics["auroc"] > 0
 
 
