@@ -22,6 +22,7 @@ from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
 from decode.policies.recommended import best_head, heads_for, read_verdict
 from decode.policies.registry import policy_of, read_spec
+from heads.model.files import exported_heads
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair
@@ -219,10 +220,15 @@ class Experiment:
 
     @cached_property
     def head_paths(self) -> dict[str, str]:
-        """Heads of decode.heads, or all under heads.dir/exported: name -> directory or hub id."""
+        """Heads of decode.heads, or of the newest run under heads.dir/exported: name -> directory or hub id."""
         if self.decode.heads:
             return dict(zip(names_apart(self.decode.heads), dict.fromkeys(self.decode.heads), strict=True))
-        directories = sorted(path.parent for path in self.exported.glob("**/config.json"))
+        directories, others = exported_heads(self.exported)
+        if others:
+            names = ", ".join(str(path.relative_to(self.exported)) for path in others)
+            say_once(
+                f"note: heads of an earlier run in {self.exported} are left out: {names}; decode.heads may name them"
+            )
         return {str(directory.relative_to(self.exported)): str(directory) for directory in directories}
 
     @cached_property

@@ -20,7 +20,7 @@ from heads.measures.report import METRICS, beats_signal, best_heads, signal_kl, 
 from heads.measures.scores import sequential_temperatures
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
-from heads.model.files import FILES, downloaded
+from heads.model.files import FILES, downloaded, exported_heads, record_export
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead, Provenance, Timing
 from heads.model.official import read_official_head
@@ -82,7 +82,7 @@ def export(
         trained.provenance = replace(trained.provenance, metrics=_metrics_of(name, trained.timing, results))
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
-    written = _saved({name: heads[name] for name in names}, root)
+    written = _saved({name: heads[name] for name in names}, root, run=sweep.facts["run"])
     print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
     return written
 
@@ -113,15 +113,16 @@ def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dic
     return metrics | {"signal_kl": signal_kl(results["dev"], timing), "train_raw_kl": on_train}
 
 
-def _saved(heads: dict[str, AcceptanceHead], root: Path) -> list[Path]:
-    """Save heads, and name those of an earlier sweep in the folder, which `evaluate` would compare, too."""
+def _saved(heads: dict[str, AcceptanceHead], root: Path, *, run: str | None) -> list[Path]:
+    """Save heads of a run, and name those of earlier runs in the folder, which `evaluate` leaves out."""
     written = [save_whole(head, root / name) for name, head in heads.items()]
-    others = sorted({path.parent for path in root.glob("**/config.json")} - set(written))
+    record_export(root, heads, run=run)
+    _, others = exported_heads(root)
     if others:
         names = ", ".join(str(path.relative_to(root)) for path in others)
         print(
-            f"note: {root} also has {len(others)} heads of an earlier export ({names}), which evaluate compares too; "
-            "delete them, or name heads in decode.heads"
+            f"note: {root} also has {len(others)} heads of an earlier run ({names}), which evaluate and tune leave "
+            "out; name them in decode.heads to compare them, or delete them"
         )
     return written
 

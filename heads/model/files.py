@@ -4,7 +4,7 @@ the hub. Nothing is unpickled.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ _LARGEST = 1e15
 """Largest weight: a product of two layers of such weights, over any width, is still finite in float32."""
 LEAST_KL = 1e-6
 """Nats per token; a signal of a smaller KL counts as this, since its KL divides."""
+EXPORT_RECORD = "heads.json"
+"""File in a folder of exported heads: the run and the names of the heads of the newest export."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 IS_PICKLED = (
     "is a pickled checkpoint, which can run code when it is loaded; if you trust it, convert it: "
@@ -72,6 +74,30 @@ def downloaded(name: str, *, kind: str, **download: Any) -> Path:
             f"no {kind} at {name!r}: no such directory, and the download from the hub failed ("
             f"{' '.join(str(error).split())}); check the name, `hf auth login` for a private one, or name a directory"
         ) from error
+
+
+def record_export(root: Path, names: Iterable[str], *, run: str | None) -> None:
+    """Write which heads in `root` are of this training run; earlier exports of the same run stay in the record."""
+    heads = set(names)
+    path = root / EXPORT_RECORD
+    if run is not None and path.is_file():
+        earlier = read_json(path, remedy=_EXPORT, keys=("run", "heads"))
+        if earlier["run"] == run:
+            heads |= set(earlier["heads"])
+    write_atomic(path, f"{json.dumps({'run': run, 'heads': sorted(heads)}, indent=1)}\n".encode())
+
+
+def exported_heads(root: Path) -> tuple[list[Path], list[Path]]:
+    """Directories of the heads of the newest export into `root`, and those of earlier training runs. Without a record,
+    as of version 0.2.0, all are of the newest one.
+    """
+    directories = sorted(path.parent for path in root.glob("**/config.json"))
+    record = root / EXPORT_RECORD
+    if not record.is_file():
+        return directories, []
+    names = set(read_json(record, remedy=_EXPORT, keys=("run", "heads"))["heads"])
+    newest = [directory for directory in directories if str(directory.relative_to(root)) in names]
+    return newest, [directory for directory in directories if directory not in newest]
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ heads.dir/run.json            name of the run, resolved config, number of proces
 heads.dir/last.ckpt           the newest checkpoint: every few minutes, after each validation, on SIGTERM and Ctrl-C
 heads.dir/logs/               CSV and TensorBoard
 heads.dir/val_metrics.json    all metrics; tables.md and plots/*.png show them
-heads.dir/exported/NAME/      heads, by `acceptance-heads export`
+heads.dir/exported/NAME/      heads, by `acceptance-heads export`; heads.json names those of the newest run
 
 A run that starts over gets a new name, and files of the earlier run remain until they are overwritten. Checkpoint and
 metrics contain the name of their run, so a run neither resumes from nor exports files of another.

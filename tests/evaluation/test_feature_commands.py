@@ -95,7 +95,7 @@ def test_heads_of_a_feature_draft_from_data_to_a_generation(capsys, tmp_path):
     trainer = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     run({"train": train}, default="train", argv=[*heads, *trainer], trainer=Trainer)
     run({"export": export}, default="export", argv=[*heads, "--force", "true"])
-    exported = sorted((tmp_path / "run" / "exported").iterdir())
+    exported = sorted(path.parent for path in (tmp_path / "run" / "exported").glob("*/config.json"))
     configs = [json.loads((path / "config.json").read_text()) for path in exported]
     facts = [(config["timing"], config["draft"]["name"], config["mixing_ratio"]) for config in configs]
     assert facts == [("candidate", "eagle", None), ("drawn", "eagle", None), ("fed", "eagle", None)]

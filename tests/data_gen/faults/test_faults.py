@@ -187,8 +187,8 @@ class Bench:
         folder = self.folder / stage.folder
         if stage.name == "training" and (folder / "last.ckpt").is_file():
             torch.load(folder / "last.ckpt", weights_only=True, map_location="cpu")
-        for path in (folder / "exported").glob("[!.]*"):
-            AcceptanceHead.from_pretrained(path)
+        for path in (folder / "exported").glob("[!.]*/config.json"):
+            AcceptanceHead.from_pretrained(path.parent)
         for sidecar in () if stage.folder == "heads" else folder.rglob("[!.]*-*.json"):
             path = sidecar.with_suffix("")
             name = str(path.relative_to(folder))
@@ -213,9 +213,9 @@ def results(folder: Path, stage: Stage) -> Digests:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file; of metrics without the name of their run, which is random."""
+    """sha256 of a file; of metrics and of the list of heads without the name of their run, which is random."""
     content = path.read_bytes()
-    if path.name == "val_metrics.json":
+    if path.name in ("val_metrics.json", "heads.json"):
         content = json.dumps(json.loads(content) | {"run": None}).encode()
     return hashlib.sha256(content).hexdigest()
 

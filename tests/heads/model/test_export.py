@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
-from configs.schema import ModelSource
+from configs.schema import Config, DecodeConfig, ModelSource
+from decode.experiment import Experiment
 from heads import AcceptanceHead, Provenance
 from heads.command import export, import_, inspect, load_sweep, push, save_whole
-from heads.model.files import rank_of
+from heads.model.files import EXPORT_RECORD, rank_of, record_export
 from heads.model.official import read_official_head
 from heads.training.command import train
 from lm.features.released import released_layout_of
@@ -51,12 +53,24 @@ def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
         assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
-def test_heads_of_an_earlier_sweep_in_the_folder_are_named(trained: Run, tmp_path: Path, capsys):
-    for name in ("fed-d8-w6", None):
-        [path] = export(trained.config, head="fed-d2-w6", out=str(tmp_path), force=True)
-        if name:
-            path.rename(tmp_path / name)
-    assert capsys.readouterr().out.count("has 1 heads of an earlier export (fed-d8-w6), which evaluate compares") == 1
+def test_only_heads_of_the_newest_run_in_the_folder_compete(copied: Config, capsys: pytest.CaptureFixture[str]):
+    def competing(**decode: object) -> list[str]:
+        return sorted(Experiment(replace(copied, decode=DecodeConfig(**decode))).head_paths)
+
+    [path] = export(copied, head="fed-d0-w6", force=True)
+    earlier = shutil.copytree(path, path.with_name("fed-d8-w6"))
+    (path.parent / EXPORT_RECORD).unlink()
+    assert competing() == ["fed-d0-w6", "fed-d8-w6"], "without a record, all compete"
+    capsys.readouterr()
+    export(copied, head="fed-d2-w6", force=True)
+    export(copied, head="fed-d0-w6", force=True)
+    named = "also has 1 heads of an earlier run (fed-d8-w6), which evaluate and tune leave out"
+    assert named in capsys.readouterr().out
+    assert competing() == ["fed-d0-w6", "fed-d2-w6"], "both exports are of one run"
+    assert "are left out: fed-d8-w6; decode.heads may name them" in capsys.readouterr().err
+    assert competing(heads=(str(earlier),)) == ["fed-d8-w6"]
+    record_export(path.parent, ["fed-d8-w6"], run="another")
+    assert competing() == ["fed-d8-w6"]
 
 
 def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path):
