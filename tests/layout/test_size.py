@@ -16,7 +16,7 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (746, 700),
+    "configs": (742, 700),
     "store": (349, 350),
     "lm": (2882, 2650),
     "data_gen": (3677, 3000),
@@ -29,7 +29,7 @@ STATEMENTS = {
 }
 CONSTRUCTIONS = {
     # construction: (occurrences today, to reach)
-    "a, b = x, y": (581, 60),
+    "a, b = x, y": (578, 60),
     "text or list times a condition": (22, 0),
     "three comprehensions in one statement": (8, 0),
     "Any": (582, 300),
