@@ -165,7 +165,9 @@ def widening(num_prompts: float) -> float:
     return quantile * sqrt(num / (num - 1))
 
 
-def gain_of_turns(base_s: Sequence[float], seconds: Sequence[float]) -> Gain:
+def gain_of_turns(
+    base_s: Sequence[float] | Float[np.ndarray, " turn"], seconds: Sequence[float] | Float[np.ndarray, " turn"]
+) -> Gain:
     """The gain of one arm over another from turns in which both write equally many tokens: the geometric mean of the
     ratios of their seconds, with the 95 % t-interval of the mean logarithm (n - 1 degrees of freedom). A single turn
     has no interval.

@@ -26,7 +26,9 @@ class Played:
     micro_stop_kind: str = ""
     """That of the level below the draft, in a hierarchy."""
 
-    def select(self, settings: Sequence[int], rows: Sequence[int] | None = None) -> "Played":
+    def select(
+        self, settings: Sequence[int] | Int[Array, " some_settings"], rows: Sequence[int] | None = None
+    ) -> "Played":
         """Some of the settings, on all rows or some."""
         at = np.ix_(settings, range(len(self.prompt_of_row)) if rows is None else rows)
         counts = {name: values[at] for name, values in self._counted()}

@@ -262,7 +262,7 @@ def check_ratio(ratio: float) -> None:
         raise ValueError(f"t_target / t_draft is {ratio}; it must be a positive number")
 
 
-def curve_of(setting: str, given: float | str) -> Curve:
+def curve_of(setting: str, given: int | float | str) -> Curve:
     """Seconds by number of tokens or sequences, of a number of milliseconds or of pairs such as 1:30,5:33: linear
     between pairs and beyond the last. ValueError, which names the `setting`, for anything else.
     """

@@ -29,7 +29,7 @@ class HeadPolicy(ScoringPolicy):
 
     head: Head
     max_rejection_prob: Number = 0.7
-    is_calibrated: bool = False
+    is_calibrated: Number = False
     is_learning: bool | None = None
     keeps_newest: bool = False
     ranges = (("max_rejection_prob", 0, 1),)

@@ -58,7 +58,7 @@ class ScoringPolicy(Policy):
     """
 
     head: Head
-    is_calibrated: bool = True
+    is_calibrated: Number = True
     is_learning: bool | None = False
 
     def __post_init__(self) -> None:

@@ -156,7 +156,7 @@ def _steps_of(kind: str, cycle: Sequence[Draft]) -> list[float]:
 
 
 def _share_of(
-    kind: str, steps: Mapping[str, Float[np.ndarray, "cycle step"]], cycles: Int[np.ndarray, " cycle"]
+    kind: str, steps: Mapping[str, Float[np.ndarray, "cycle step"]], cycles: Int[np.ndarray, " some_cycles"]
 ) -> float:
     """What a stop adds to a draft step in these cycles, over the step's seconds."""
     return float(np.median(steps[kind][cycles]) / np.median(steps[FIXED][cycles]) - 1)

@@ -154,8 +154,7 @@ def test_the_readmes_lines_from_prompts_to_a_text_run_beside_a_users_train_py(tm
     assert len([line for line in FROM_PROMPTS.splitlines() if line]) <= 10
     names: dict[str, Any] = {}
     exec(compile(FROM_PROMPTS, "README.md", "exec"), names)
-    exported = [path.parent for path in (tmp_path / "runs/mine/heads/exported").glob("*/config.json")]
-    assert [path.name for path in exported] == [exported[0].name]
+    assert list((tmp_path / "runs/mine/heads/exported").glob("*/config.json"))
     assert names["head"].provenance.metrics["auroc"] > 0.5
     assert str(names["head"].provenance.metrics["auroc"]) in capsys.readouterr().out
     assert names["complete"](names["config"], "Tom has 3 apples.", max_new_tokens=8).strip()

@@ -42,7 +42,7 @@ def recorded() -> Population:
     Qwen2.5-Coder and SmolLM2, at t_target / t_draft = 5.
     """
     lengths = make_competitor("base", "fixed_length", {"k": range(_LONGEST + 1)})
-    product = {"min_token_prob": np.linspace(0.01, 0.99, 41)}
+    product = {"min_token_prob": np.linspace(0.01, 0.99, 41).tolist()}
     rules = (lengths, make_competitor("own", "cumulative_token_prob", product))
     times = Times.constant(1.0, _RATIO)
     parts: list[list[Throughput]] = [[], []]

@@ -27,5 +27,5 @@ def contest_at(
         full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
         speed_on_dev = {**speeds, **(on_dev or {})}[name]
-        results[name] = Result(competitor=competitor, number=0, on_dev=speed_on_dev, throughput=throughput)
+        results[name] = Result(competitor=competitor, number=0, on_dev=float(speed_on_dev), throughput=throughput)
     return Contest("made", Times.constant(0.01, 0.02), results)

@@ -82,7 +82,7 @@ ON_DEV = [[1, 1, 1, 9], [1, 2, 2, 2], [2, 1, 1, 1], [1, 1, 1, 1], [9, 9, 9, 9]]
 SPLITS = RepeatedSplits(
     # split 4: the head's sum equals that of entropy, but for rounding
     gains=dict(zip(NAMES, np.array(GAINS), strict=True)),
-    on_dev=dict(zip(NAMES, np.array(ON_DEV), strict=True)),
+    on_dev=dict(zip(NAMES, np.array(ON_DEV, dtype=np.float64), strict=True)),
 )
 
 
