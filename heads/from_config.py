@@ -30,7 +30,7 @@ def train_heads(
     force: bool = False,
     **settings: Any,
 ) -> AcceptanceHead:
-    """Train heads on existing data, export the best of each kind and return the best; resumes, as `acceptance-heads train` does.
+    """Train heads on existing data, export the best of each kind, and return the best; resumes, as `train` does.
 
     Args:
         data: the experiment that `data_gen.make_data` returns, or a directory with data.
