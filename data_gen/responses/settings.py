@@ -116,6 +116,6 @@ def _check_openai(server: ServerConfig, sampling: Sampling, generation: Mapping[
         )
 
 
-def _is_same(name: str, value: object, expected: float) -> bool:
+def _is_same(name: str, value: object, expected: int | float) -> bool:
     is_off = name == "top_k" and expected <= 0 and value in (0, -1)
     return bool(is_off or value == expected)

@@ -145,7 +145,8 @@ def test_a_sliced_model_gives_the_logits_of_the_whole_one(tmp_path: Path):
 
 def yaml_of(config: Config, folder: Path) -> Path:
     """A YAML of the pair, its target sliced, and of the data of a config, in a directory of its own."""
-    values = json.loads(json.dumps({"pair": asdict(config.pair), "data": asdict(config.data)}))
+    heads = {"timings": config.heads.timings, "specdec": config.heads.specdec}
+    values = json.loads(json.dumps({"pair": asdict(config.pair), "data": asdict(config.data), "heads": heads}))
     values["pair"]["target"]["tp_plan"], values["data"]["dir"] = "auto", str(folder / "sliced")
     path = folder / "sliced.yaml"
     path.write_text(json.dumps(values))

@@ -111,7 +111,7 @@ def test_heads_train_on_imported_data(imports, tmp_path, features):
     _, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
-    grid = {"depths": (1,), "timings": ("fed", "drawn"), "scalars": (True,), "specdec": False}
+    grid = {"depths": (1,), "timings": ("fed", "drawn"), "embeddings": (False,), "dropout": (0.0,)}
     heads = HeadsConfig(dir=str(tmp_path / "run"), batch_size=2, features=features, **grid)
     trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     config = replace(config, heads=heads, trainer=trainer)
