@@ -30,7 +30,8 @@ class Played:
         self, settings: Sequence[int] | Int[Array, " some_settings"], rows: Sequence[int] | None = None
     ) -> "Played":
         """Some of the settings, on all rows or some."""
-        at = np.ix_(settings, range(len(self.prompt_of_row)) if rows is None else rows)
+        all_rows = range(len(self.prompt_of_row))
+        at = np.ix_(np.asarray(settings, dtype=int), np.asarray(all_rows if rows is None else rows, dtype=int))
         counts = {name: values[at] for name, values in self._counted()}
         return replace(
             self, counts=Counts(**counts), lengths=self.lengths[at], prompt_of_row=self.prompt_of_row[at[1][0]]

@@ -22,7 +22,7 @@ STATEMENTS = {
     "data_gen": (3699, 3000),
     "heads": (3055, 2450),
     "decode": (2602, 2350),
-    "evaluation": (6678, 4950),  # 4,100 and 850 for the papers' room, which is still in it
+    "evaluation": (6679, 4950),  # 4,100 and 850 for the papers' room, which is still in it
     "serve": (483, 480),
     "checkpoints/recipes": (928, 930),
     "benchmarks": (448, 340),
