@@ -3,7 +3,7 @@
 The loss of law 4.7 is convex in the weights of a head of depth 0. A ridge keeps its optimum finite and unique, also
 where columns are collinear or classes separable:
 
-    L(w) + ridge / 2 |w - w_0|^2        w_0: the fitted logistic of the draft's own signal (`heads.training.signal`)
+    L(w) + ridge / 2 |w - w_0|^2        w_0: the fitted logistic of the draft's own signal
 
 so the strongest ridge gives the signal itself, and `heads.training.start` chooses one on dev. A pass over the data
 evaluates one trial point per head and ridge. Only sums over tokens are kept, and they are added up over processes, so

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
-CHUNK_BYTES = 512 * 1024
-"""Bytes of one [heads, chunk, hidden] float32 tensor; a block needs a few of them."""
+CHUNK_BYTES = 2 * 1024 * 1024
+"""Bytes of one [heads, chunk, hidden] float32 tensor; a block needs a few of them. Steps
+of the embedded sweep take 0.83 times as long with 2 or 8 MiB as with 0.5 MiB (1 MiB of cache per core)."""
 _GPU_CHUNK_BYTES = 64 * 1024 * 1024
 """The same on a GPU, where few large kernels are faster."""
 LEAST_CHUNK = 256

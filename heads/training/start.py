@@ -1,8 +1,8 @@
 """What a sweep takes from its training data before the first step of Adam.
 
 1. Means and deviations of every column, over the first shard.
-2. The draft's own signal: sigmoid(slope x signal + offset), fitted to the labels. Every head starts there, so none
-   begins below two numbers.
+2. Weights that give the logistic of the draft's own signal (`heads.measures.own_signal`), so that no head begins below
+   two numbers.
 3. Heads of depth 0 get their optimum (`heads.training.linear`), each with the ridge whose calibrated KL on dev is the
    lowest. Adam leaves them alone.
 
@@ -10,7 +10,7 @@ SpecDec++'s own heads are left out: they keep the paper's recipe. Only sums over
 over processes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from heads.batches.features import FEATURE_SETS, Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.measures.histogram import Sums, observe
-from heads.measures.scores import fit_logistic, fit_temperature, measures
+from heads.measures.scores import fit_temperature, measures
 from heads.model.formula import Scaling
 from heads.model.inputs import SIGNALS, Inputs
 from heads.training.linear import MAX_CURVATURE_COLUMNS, MAX_PASSES, RIDGES, Curvature, LinearFit, Reduce
@@ -97,7 +97,7 @@ class Start:
 
     @torch.no_grad()
     def standardise(self) -> None:
-        """Step 1. ValueError if the first shard has no drafted tokens."""
+        """Set means and deviations; ValueError if the first shard has no drafted tokens."""
         by_columns = {_columns_of(stack): (stack, Moments()) for stack in self.stacks}
         for batch in self._batches(self._data.first_shard()):
             for stack, moments in by_columns.values():
@@ -113,32 +113,19 @@ class Start:
                 raise ValueError(f"{problem}; raise data.num_train")
             stack.standardise(scaling.at(slice(stack.hidden_size)), scaling.at(slice(stack.hidden_size, None)))
 
-    @torch.no_grad()
-    def fit_signals(self) -> None:
-        """Step 2."""
-        by_timing = {stack.shape.timing: (stack, Sums(1, stack.device)) for stack in self.stacks}
-        for batch in self._batches(self._data.first_tokens(MOST_TOKENS)):
-            for timing, (stack, sums) in by_timing.items():
-                targets = self._targets(stack, batch)
-                total = targets.accepted + targets.rejected
-                features = of_timing(batch, timing)
-                signal = features.scalars[SIGNALS[timing]]
-                sums.update(observe(signal[None], features.acceptance_prob[None], total[None]))
-        histograms = {timing: sums.compute() for timing, (_, sums) in by_timing.items()}
+    def start_at_signals(self, signals: Mapping[str, Sequence[float]]) -> None:
+        """Give every head the slope and the offset of its timing's signal; 0 if it does not read the signal."""
         for stack in self.stacks:
             name = SIGNALS[stack.shape.timing]
-            histogram = histograms[stack.shape.timing]
-            slope, offset = map(float, fit_logistic(histogram))
-            prob = histogram.accepted.sum() / histogram.total[0]
-            constant = float(prob.clamp(1e-6, 1 - 1e-6).logit())
+            slope, offset = signals[stack.shape.timing]
             if name in stack.shape.inputs.scalars:
                 stack.start_at(name, slope, offset - self._shift(stack))
             else:
-                stack.start_at(None, 0.0, constant - self._shift(stack))
+                stack.start_at(None, 0.0, -self._shift(stack))
 
     @torch.no_grad()
     def solve(self, *, shows: bool) -> list[tuple[HeadStack, LinearFit]]:
-        """Step 3, for every ridge; `shows`: with a progress bar."""
+        """The optimum of every linear head for every ridge; `shows`: with a progress bar."""
         fits = [(stack, LinearFit(*self._curvature(stack))) for stack in self.stacks if stack.is_solved]
         num_columns = max((fit.weights.shape[-1] for _, fit in fits), default=0)
         loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * num_columns))
@@ -163,7 +150,7 @@ class Start:
 
     @torch.no_grad()
     def choose_ridges(self, fits: Sequence[tuple[HeadStack, LinearFit]]) -> None:
-        """The end of step 3: each head gets the weights of its best ridge."""
+        """Give each linear head the weights of its best ridge."""
         sums = [Sums(fit.weights[..., 0].numel(), fit.weights.device) for _, fit in fits]
         for batch in self._batches(self._data.val_dataloader()) if fits else ():
             for (stack, fit), of_fit in zip(fits, sums, strict=True):

@@ -122,7 +122,7 @@ class Sweep(pl.LightningModule):
             reduce=self._sum,
         )
         start.standardise()
-        start.fit_signals()
+        start.start_at_signals(self.facts["signals"])
         start.choose_ridges(start.solve(shows=self.global_rank == 0))
         # processes on different machines may round differently
         for tensor in (tensor for stack in start.stacks for tensor in stack.state_dict().values()):
