@@ -8,6 +8,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         command, trainer = command_of(name), None
         if name in TRAINING:
             refuse_wrong(command, rest)
-            with _announced_imports():
+            with _announced_imports(in_logs=True):
                 trainer = import_module("pytorch_lightning").Trainer
         run({name: command}, argv=[name, *rest], trainer=trainer)
     sys.stdout.flush()
@@ -87,7 +88,7 @@ def all_steps(config: Config) -> None:
     steps = ("data", "train", "export", "evaluate", "tune")
     for number, name in enumerate(steps, start=1):
         print(f"== {number} of {len(steps)}: {name}", flush=True)
-        command_of(name)(config)
+        command_of(name)(replace(config, is_step=True))
 
 
 def _overview() -> Iterator[str]:
@@ -130,11 +131,13 @@ def command_of(name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _announced_imports() -> Iterator[None]:
-    """Run slow imports with a note on the terminal, and without garbage collection, a seventh of their time."""
+def _announced_imports(*, in_logs: bool = False) -> Iterator[None]:
+    """Run slow imports with a note on a terminal, and perhaps in logs, and without garbage collection, a seventh of
+    their time.
+    """
     is_terminal = sys.stderr.isatty()
-    if is_terminal:
-        print("loading torch …", end="\r", file=sys.stderr, flush=True)
+    if is_terminal or in_logs:
+        print("loading torch", end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
     gc.disable()
     try:
         yield

@@ -82,7 +82,7 @@ def check_limits(config: Config) -> None:
     """Raise ValueError for the first setting that is outside its limit."""
     values = asdict(config)
     sections = get_type_hints(Config)
-    del sections["arguments"]
+    del sections["arguments"], sections["is_step"]
     for name, section in sections.items():
         refuse_null(section if is_dataclass(section) else None, getattr(config, name), name)
     for name, limit in LIMITS.items():

@@ -331,3 +331,5 @@ class Config:
     """Decoding and evaluation."""
     arguments: tuple[str, ...] = field(default=(), compare=False)
     """The part of a command line that gave these settings, such as --config FILE; empty if they were made in Python."""
+    is_step: bool = field(default=False, compare=False)
+    """Whether a command runs as a step of `all`, which prints less of each and the verdict once, at the end."""

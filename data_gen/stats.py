@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.hints import say_next
 from configs.schema import Config
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import account, read_rows
@@ -37,6 +38,22 @@ _NUM_BINS, _FEWEST = 20, 5
 _MIN_ENTROPY = 0.01
 """Below it, the ratio of entropies is noise."""
 _NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
+_LABELS = {
+    "acceptance_rate_mean": "acceptance rate, mean",
+    "acceptance_rate_std": "acceptance rate, standard deviation",
+    "acceptance_prob_mean": "acceptance probability of drafted tokens, mean",
+    "entropy_mean_nats": "entropy H(q), mean in nats",
+    "cross_entropy_mean_nats": "cross-entropy H(q, p), mean in nats",
+    "accepted_length_mean": "length of accepted runs, mean in tokens",
+    "corr_sqrt_entropy_rate": "correlation of sqrt H(q) and acceptance rate",
+    "rho_ratio_of_means": "H(q, p) / H(q), ratio of means",
+    "rho_median": "H(q, p) / H(q), median",
+    "c": "SVIP's constant c, (H(q, p) / H(q) - 1) / 2",
+    "pinsker_violations": "share of positions below Pinsker's bound",
+    "bretagnolle_huber_violations": "share below the Bretagnolle-Huber bound",
+    "finish_reason": "finish reason of responses",
+}
+"""Name of a statistic in stats/SPLIT.json -> what the console calls it; other names are plain."""
 
 
 def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:
@@ -59,16 +76,26 @@ def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[s
     }
     path = Path(config.data.dir, "stats", f"{split}.json")
     write_atomic(path, json.dumps(summary, indent=1).encode())
+    width = max(map(len, _LABELS.values()))
     for name, value in summary.items():
-        print(f"  {name:<28} {value:,.4g}" if isinstance(value, float) else f"  {name:<28} {value}")
+        print(f"  {_LABELS.get(name, name.replace('_', ' ')):<{width}}  {_text(value)}")
     if plots and positions["acceptance_rate"].size:
         _draw(positions, summary, path.with_suffix(".png"))
         print(f"  {path.with_suffix('.png')}")
     print(
         f"The target accepts a drafted token of {split} with probability {summary['acceptance_rate_mean']:.2f} on "
-        f"average (all statistics: {path}); next: acceptance-heads train --config …"
+        f"average (all statistics: {path})"
     )
+    say_next(config, "train")
     return summary
+
+
+def _text(value: object) -> str:
+    """A statistic, or several with their names, for the console; what is null is left out."""
+    if isinstance(value, dict):
+        known = {key: part for key, part in value.items() if part is not None}
+        return ", ".join(f"{key.replace('_', ' ')} {_text(part)}" for key, part in known.items())
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def _rows(paths: list[Path]) -> "pd.DataFrame":

@@ -22,12 +22,13 @@ from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
 from decode.policies.recommended import best_head, heads_for, read_verdict
 from decode.policies.registry import policy_of, read_spec
-from heads.model.files import exported_heads
+from heads.model.files import exported_heads, note_on_earlier
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
 from lm import Pair, Sampling, feature_draft_of, load_pair
 from lm.features.released import released_layout_of
 from lm.pair import refuse_feature_draft, without_weights
+from store.hub import is_on_disk
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -49,6 +50,7 @@ class Experiment:
                 raise ValueError("pair.micro is not set; set pair.micro.path to a third model, smaller than the draft")
         self._config, self.models, self.decode = config, config.pair, config.decode
         self.arguments = config.arguments
+        self.is_step = config.is_step
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
         self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template
@@ -111,6 +113,12 @@ class Experiment:
                     raise
                 self._described[level] = dict(description)
                 self.presumed.add(level)
+
+    @property
+    def absent_models(self) -> list[str]:
+        """The models of a record that are neither in a directory nor in the hub's cache."""
+        paths = {level: getattr(self.models, level).path for level in BETWEEN[1][::-1] if level in self.presumed}
+        return [f"{path} (pair.{level}.path)" for level, path in paths.items() if not is_on_disk(path)]
 
     def _take_record(self) -> None:
         """Take models, sampling, limits and datasets from the trace in decode.dir."""
@@ -225,10 +233,7 @@ class Experiment:
             return dict(zip(names_apart(self.decode.heads), dict.fromkeys(self.decode.heads), strict=True))
         directories, others = exported_heads(self.exported)
         if others:
-            names = ", ".join(str(path.relative_to(self.exported)) for path in others)
-            say_once(
-                f"note: heads of an earlier run in {self.exported} are left out: {names}; decode.heads may name them"
-            )
+            say_once(note_on_earlier(others, self.exported))
         return {str(directory.relative_to(self.exported)): str(directory) for directory in directories}
 
     @cached_property

@@ -269,7 +269,7 @@ def replay_dataset(
     the bounds of the perfect head need; `has_token_rule` as `Replays` has it.
     """
     every = [*competitors, *bounds(perfect_head=perfect_head)]
-    arms = list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies"), traces))
+    arms = list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies", leave=False), traces))
     return Replays(traces, arms, has_token_rule)
 
 

@@ -104,7 +104,15 @@ def printing(json: bool) -> Iterator[Callable[[Any], None]]:
 
 
 def announce(paths: Iterable[Path]) -> list[str]:
-    """Print which files were written; returns their names."""
-    names = [str(path) for path in paths]
-    print("\n".join(["wrote", *(f"  {name}" for name in names)]))
-    return names
+    """Print which files were written, in a line for each folder, or for all folders of the same files; their paths."""
+    files: dict[Path, list[str]] = {}
+    paths = list(paths)
+    for path in paths:
+        files.setdefault(path.parent, []).append(path.name)
+    folders: dict[str, list[Path]] = {}
+    for folder, names in files.items():
+        folders.setdefault(", ".join(names), []).append(folder)
+    for files_text, (first, *others) in folders.items():
+        more = f" and {len(others)} more folders" if others else ""
+        print(f"wrote {files_text} in {first}{more}")
+    return [str(path) for path in paths]

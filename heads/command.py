@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from configs.hints import first_of, say_next
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.pipeline.stages import settled
+from data_gen.prompts.prompt import say_once
 from data_gen.store.manifest import describe_model
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
@@ -20,7 +22,7 @@ from heads.measures.report import METRICS, beats_signal, best_heads, signal_kl, 
 from heads.measures.scores import sequential_temperatures
 from heads.model.card import description
 from heads.model.confidence import CARD, confidence_head_of, write_confidence_head
-from heads.model.files import FILES, downloaded, exported_heads, record_export
+from heads.model.files import FILES, downloaded, exported_heads, note_on_earlier, record_export
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead, Provenance, Timing
 from heads.model.official import read_official_head
@@ -71,38 +73,41 @@ def export(
     sweep = _sweep_of(run, checkpoint)
     results = run.results(sweep.facts["run"])
     names = _names(head, sweep.specs, results=results, metric=metric)
-    text = ""
-    if results:
-        text = verdict(results["dev"], sweep.specs)
-        if not force:
-            names, refusal = _passing(names, sweep.specs, results=results["dev"], is_dspark=format == "dspark")
-            text = f"{text}\n{refusal}".rstrip()
+    # in `all`, training has just printed the verdict
+    lines = [verdict(results["dev"], sweep.specs)] if results and not config.is_step else []
+    if results and not force:
+        names, refusal = _passing(names, sweep.specs, results=results["dev"], is_dspark=format == "dspark")
+        lines += refusal
     heads = {name: trained for name, trained in sweep.heads().items() if name in names}
     for name, trained in heads.items() if results else ():
         trained.provenance = replace(trained.provenance, metrics=_metrics_of(name, trained.timing, results))
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = _saved({name: heads[name] for name in names}, root, run=sweep.facts["run"])
-    print(f"{text}\nwrote {len(written)} heads to {root}; next: acceptance-heads evaluate --config …".lstrip())
+    print("\n".join([*lines, f"wrote {len(written)} heads to {root}"]))
+    say_next(config, "evaluate")
     return written
 
 
 def _passing(
     names: Sequence[str], specs: Sequence[HeadSpec], *, results: Result, is_dspark: bool
-) -> tuple[list[str], str]:
-    """The heads that each beat the signal of their own timing, and a line on the others; ValueError if none does."""
+) -> tuple[list[str], list[str]]:
+    """The heads that each beat the signal of their own timing, and lines on the others; ValueError if none does."""
     beats = beats_signal(results, specs)
     if is_dspark:  # which takes one head, so that no other decides
         linear = [str(spec) for spec in specs if str(spec.shape) == LINEAR_PREFIX and str(spec) in names]
         names = linear or names
     refused = [name for name in names if not beats[name]]
     if not refused:
-        return list(names), ""
+        return list(names), []
     remedy = "Pass --force (force=True in Python) to export anyway"
     if len(refused) == len(names):
-        raise ValueError(f"{verdict(results, specs)} {remedy}: {', '.join(names)}.")
-    refusal = f"Not exported, because they do not beat the draft's own signal at their timing: {', '.join(refused)}."
-    return [name for name in names if beats[name]], f"{refusal} {remedy}."
+        raise ValueError(f"{verdict(results, specs)} {remedy}: {first_of(names)}.")
+    refusal = (
+        f"{len(refused)} of {len(names)} heads do not beat the draft's own signal at their timing and are not "
+        f"exported: {first_of(refused)}."
+    )
+    return [name for name in names if beats[name]], [f"{refusal} {remedy}."]
 
 
 def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, float]:
@@ -119,11 +124,7 @@ def _saved(heads: dict[str, AcceptanceHead], root: Path, *, run: str | None) -> 
     record_export(root, heads, run=run)
     _, others = exported_heads(root)
     if others:
-        names = ", ".join(str(path.relative_to(root)) for path in others)
-        print(
-            f"note: {root} also has {len(others)} heads of an earlier run ({names}), which evaluate and tune leave "
-            "out; name them in decode.heads to compare them, or delete them"
-        )
+        say_once(note_on_earlier(others, root))
     return written
 
 

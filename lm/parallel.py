@@ -29,7 +29,7 @@ def slices_of(whose: str) -> tuple[int, int]:
     if not (rank.isdigit() and num.isdigit() and os.environ.get("MASTER_ADDR")):
         raise ValueError(
             f"tp_plan of {whose} is set, and this process was not started by torchrun; start it as torchrun "
-            "--standalone --nproc_per_node GPUS -m data_gen …, or use device_map: auto"
+            "--standalone --nproc_per_node GPUS -m data_gen --config FILE, or use device_map: auto"
         )
     return int(rank), int(num)
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configs.hints import meant
+from configs.hints import meant, say_next
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
@@ -114,6 +114,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
                 print(f"{done}; {len(missing)} shards are incomplete, the first is {missing[0]}")
             else:
                 _account(data, all_specs, num_made)
+                say_next(config, "train")
 
 
 def hint_at_few(num_prompts: int, setting: str) -> None:
@@ -229,7 +230,6 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
             f"none of {totals['input']:,} prompts became a row: {totals['error']:,} failed and {totals['skipped']:,} "
             f"were skipped; the first reason: {problems[0]['reason']}"
         )
-    print("next: acceptance-heads train --config …")
 
 
 def check_settings(pair: PairConfig, data: DataConfig) -> None:

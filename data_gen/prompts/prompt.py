@@ -196,7 +196,7 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     if (form := _form_of(record)) is None:
         raise ValueError(
             f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
-            f"as data.prompts: {{path: …, columns: {{prompt: {min(record, default='NAME')}}}}}"
+            f"as data.prompts: {{path: ..., columns: {{prompt: {min(record, default='NAME')}}}}}"
         )
     value, context, systems = record[form], "\n".join(_texts(record, _CONTEXTS)), _texts(record, _SYSTEMS)
     roles: tuple[str, ...] = ()

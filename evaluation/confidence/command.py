@@ -33,7 +33,15 @@ from store.shards import write_atomic
 
 OWN, VLLM, PERFECT = "confidence head", "vLLM's estimator", "perfect confidence"
 ONE_REFIT, PER_POSITION = f"{OWN}, one offset and slope", f"{OWN}, an offset and slope per position"
-_MEASURES = ("brier", "kl", "ece", "auroc", "survival_brier", "kept")
+_MEASURES = {
+    "brier": "Brier score",
+    "kl": "KL",
+    "ece": "ECE",
+    "auroc": "AUROC",
+    "survival_brier": "Brier score of survival",
+    "kept": "kept",
+}
+"""Measure of a predictor -> its heading."""
 _REFIT_INTERVAL, _DAMPING, _RIDGE = 100, 50.0, 1e-3  # of vLLM's estimator
 
 
@@ -94,14 +102,15 @@ def judge(config: Config, *, json: bool = False) -> None:
             for score, part in zip(scores, of_set, strict=True):
                 score.setdefault("by_set", {})[split.removeprefix("test/")] = part
         title = f"{config.data.dir}, test split; {Sampling(**vars(config.pair.sampling)).text}"
-        columns = {"predictor": ("predictor", ""), **{name: (name, ".5f") for name in _MEASURES}}
+        columns = {"predictor": ("predictor", ""), **{heading: (name, ".5f") for name, heading in _MEASURES.items()}}
         note = (
             "survival: every token of the draft so far is accepted; kept: accepted tokens that remain if only half of "
             f"all tokens are verified, those with the largest predicted survival. The row {PERFECT} bounds every head"
         )
         Table(f"confidences at all positions; {title}", shown(scores, columns), note).print()
-        for name in ("brier", "ece", "survival_ece", "kept"):
-            Table(f"{name} by position; {title}", [_cells(score, name) for score in scores]).print()
+        headings = {"brier": "Brier score", "ece": "ECE", "survival_ece": "ECE of survival", "kept": "kept"}
+        for name, heading in headings.items():
+            Table(f"{heading} by position; {title}", [_cells(score, name) for score in scores]).print()
         if by_split:
             parts = [(split, score) for split, of_set in by_split.items() for score in of_set]
             rows = [{"set": split} | _cells(score, "kept") | {"all": f"{score['kept']:.4f}"} for split, score in parts]

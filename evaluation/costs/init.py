@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from configs import schema
+from configs.hints import say_next
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import duration, shard_size
@@ -184,7 +185,7 @@ def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
     print(line)
     if known_s:
         print(f"together about {duration(sum(known_s) + timing_s)}, plus the traces of evaluate and tune")
-    print("next: acceptance-heads all --config … (every step; finished work is kept), or data (the first step)")
+    say_next(config, "all", " (every step; finished work is kept), or data (the first step)")
     return totals
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.hints import say_next
 from configs.schema import Config, DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.base import Policy
@@ -67,7 +68,7 @@ def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
         Table(f"what a stop adds to a draft step of {1e6 * step_s:.0f} us", rows).print()
         print(f"kept in {kept_costs(experiment.directory).path}, where evaluate and tune find them")
         say(verdict_of(times))
-        print("next: acceptance-heads evaluate --config …")
+        say_next(config, "evaluate")
         publish(times)
 
 

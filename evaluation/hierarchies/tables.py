@@ -22,13 +22,14 @@ from evaluation.hierarchies.times import at_ratios, break_even, redundancy
 from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 
-_COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "N": ("num_emitted", "")}
-_COLUMNS |= {"N_micro": ("num_micro", ""), "N_draft": ("num_drafted", ""), "N_target": ("num_target", "")}
-_COLUMNS |= {"F_micro": ("num_micro_forwards", ""), "F_draft": ("num_draft_forwards", "")}
-_COLUMNS |= {"sigma": ("redundancy", ".2%"), "eta": ("target_utilisation", ".2%"), "tok/s": ("tokens_per_s", ".0f")}
+_COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "tokens": ("num_emitted", "")}
+_COLUMNS |= {"micro tokens": ("num_micro", ""), "draft tokens": ("num_drafted", "")}
+_COLUMNS |= {"micro forwards": ("num_micro_forwards", ""), "draft forwards": ("num_draft_forwards", "")}
+_COLUMNS |= {"target forwards": ("num_target", ""), "redundancy": ("redundancy", ".2%")}
+_COLUMNS |= {"utilisation": ("target_utilisation", ".2%"), "tokens/s": ("tokens_per_s", ".0f")}
 _COLUMNS |= {"speed-up": ("speedup", ".3f"), "95 % from": ("speedup_low", ".3f")}
 _COLUMNS |= {"to": ("speedup_high", ".3f"), "modelled": ("speedup_modelled", ".3f")}
-_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "pays below": ("break_even", ".2f")}
+_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "faster below": ("break_even", ".2f")}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -73,10 +74,10 @@ def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, 
         f"R² {r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
     )
     note = (
-        "N: tokens, F: forwards. Speed-up over the target alone: measured (95 % interval: paired bootstrap of prompts, "
-        f"from {MIN_PROMPTS} on), and from the counts at fitted and at given times. Pays below: from the counts, the "
-        f"hierarchy is faster than sd while t_micro / t_draft is below this (never, if this is negative); here it is "
-        f"{t_micro / t_draft:.2f}"
+        "Redundancy: the paper's sigma; utilisation: its eta. Speed-up over the target alone: measured (95 % interval: "
+        f"paired bootstrap of prompts, from {MIN_PROMPTS} on), modelled from the counts at fitted times, and at given "
+        "ones. Faster below: from the counts, the hierarchy is faster than sd while t_micro / t_draft is below this "
+        f"(never, if this is negative); here it is {t_micro / t_draft:.2f}"
     )
     return Table(title, shown(rows, _COLUMNS), note, names=2)
 

@@ -1,6 +1,6 @@
 """python -m evaluation evaluate: every policy and every threshold from one trace, chosen on dev, reported on test."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from json import dumps as to_json
@@ -16,7 +16,7 @@ from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.clock import check_clock, clock_dataset, clock_table
-from evaluation.competitor import competes, competitors_with, make_competitor
+from evaluation.competitor import Arm, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
@@ -25,7 +25,7 @@ from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import Verdict, conclude
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
 from evaluation.report.stale import contradicted
-from evaluation.report.tables import records_of, result_table, stage_table
+from evaluation.report.tables import brief_table, records_of, result_table, stage_table
 from evaluation.report.transfer import source_contests, transfer_records, transfer_table, transferred
 from evaluation.report.verdict import (
     Record,
@@ -38,7 +38,7 @@ from evaluation.report.verdict import (
     together,
     verdict_sets,
 )
-from evaluation.table import announce, flat, printing, say
+from evaluation.table import Table, announce, flat, printing, say
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
@@ -82,8 +82,8 @@ def evaluate(
         sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
         page = Page(about=about(experiment, times), directory=directory)
-        compare_all(experiment, every_times, sources=sources, page=page, has_all=all)
-        verdict = record_of(conclude_sets(experiment, page), experiment)
+        compare_all(experiment, every_times, sources=sources, page=page, tables=_tables(experiment, has_all=all))
+        verdict = record_of(conclude_sets(experiment, page, is_brief=config.is_step), experiment)
         written = [*write_files(page), *publish_verdict(verdict, experiment, directory)]
         if sizes:
             written.append(_batched(experiment, page, every_times, sizes))
@@ -91,20 +91,32 @@ def evaluate(
             written.append(_clocked(experiment, page, num_prompts=clock, repeats=repeats))
             verdict = _following_clock(experiment, page, verdict)
         write_report(page, verdict, command=generate_command(experiment))
-        publish({"costs": asdict(times), "verdict": verdict, **_document(page, announce(written))})
-        _tell_others(page, verdict["dataset"])
-        tell(verdict, experiment)
+        publish({"costs": asdict(times), "verdict": verdict, **_document(page, _announced(written, experiment))})
+        _tell_all(page, verdict, experiment)
+
+
+def _tables(experiment: Experiment, *, has_all: bool) -> list[Callable[[Contest], Table]]:
+    """What is printed of each contest: the stages, and perhaps every policy's row; in `all`, nothing."""
+    if experiment.is_step:
+        return []
+    return [stage_table, result_table] if has_all else [stage_table]
 
 
 def compare_all(
-    experiment: Experiment, every_times: Sequence[Times], *, sources: dict[str, Contest], page: Page, has_all: bool
+    experiment: Experiment,
+    every_times: Sequence[Times],
+    *,
+    sources: dict[str, Contest],
+    page: Page,
+    tables: Sequence[Callable[[Contest], Table]],
 ) -> None:
     """Print every dataset of a complete trace at all times, and put it on the page.
 
     Args:
         sources: title of times -> the contest whose choices are transferred; empty: that of the first dataset, to all
             sets that no head was trained on.
-        has_all: whether every policy's row is printed, below the stages.
+        page: where everything is put.
+        tables: what is printed of each contest, with a table of what is transferred; empty: nothing.
     """
     folder, has_sources = trace_folder(experiment), bool(sources)
     dev = folder.load(next(iter(experiment.datasets))).dev
@@ -126,36 +138,51 @@ def compare_all(
         )
         contests = hold_each(replays, every_times, dataset=dataset)
         for contest in contests:
-            stage_table(contest).print()
-            if has_all:
-                result_table(contest).print()
+            for table in tables:
+                table(contest).print()
             page.records.extend(records_of(contest.results, contest))
             source = sources.setdefault(contest.times.title, contest)
             if has_sources or not experiment.is_training_set(dataset):
                 results = transferred(source, contest, replays)
-                transfer_table(results, source, contest).print()
+                if tables:
+                    transfer_table(results, source, contest).print()
                 page.records.extend(transfer_records(results, source, contest))
         page.replays[dataset], page.contests[dataset] = replays, contests
 
 
-def conclude_sets(experiment: Experiment, page: Page) -> Verdict:
-    """The verdict of the training sets at the evaluation's own times; several have one more table, of all prompts."""
-    names = verdict_sets(experiment)
-    if len(names) == 1:
-        return conclude(page.contests[names[0]][0], page.replays[names[0]].arms)
-    contest, arms = together({name: page.replays[name] for name in names}, page.contests[names[0]][0].times)
-    stage_table(contest).print()
-    page.pooled.append(contest)
-    page.records.extend(records_of(contest.results, contest))
+def conclude_sets(experiment: Experiment, page: Page, *, is_brief: bool = False) -> Verdict:
+    """The verdict of the training sets at the evaluation's own times. Several have one more table, of all prompts;
+    `is_brief`: the only table is a brief one of the verdict's contest.
+    """
+    first, *others = verdict_sets(experiment)
+    contest = page.contests[first][0]
+    arms: Sequence[Arm] = page.replays[first].arms
+    if others:
+        contest, arms = together({name: page.replays[name] for name in (first, *others)}, contest.times)
+        page.pooled.append(contest)
+        page.records.extend(records_of(contest.results, contest))
+    if is_brief:
+        brief_table(contest).print()
+    elif others:
+        stage_table(contest).print()
     return conclude(contest, arms)
 
 
-def _tell_others(page: Page, dataset: str) -> None:
-    """Print the sentences of all contests but the verdict's own."""
+def _tell_all(page: Page, verdict: Record, experiment: Experiment) -> None:
+    """Print the sentences of all contests, and at last the verdict; nothing in `all`, where tuning ends with it."""
+    if experiment.is_step:
+        return
+    dataset = verdict["dataset"]
     for contest in chain(*page.contests.values()):
         is_own = contest.dataset == dataset and contest is page.contests[dataset][0]
         if not is_own:
             say(f"\n{sentence_at(contest)}")
+    tell(verdict, experiment)
+
+
+def _announced(written: Sequence[Path], experiment: Experiment) -> list[str]:
+    """Print which files were written; in `all`, tuning writes the model cards again, and names them."""
+    return announce(path for path in written if not (experiment.is_step and path.name == "README.md"))
 
 
 def _batched(experiment: Experiment, page: Page, every_times: Sequence[Times], sizes: Sequence[int]) -> Path:

@@ -68,7 +68,7 @@ def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path
         return directory
     lacking = "decode.policies names no head" if experiment.heads else f"No trained heads in {experiment.exported}"
     say(
-        f"{lacking}: only policies that need no training are compared. `acceptance-heads export --config …` makes "
+        f"{lacking}: only policies that need no training are compared. `acceptance-heads export` makes "
         "heads of a training run (`acceptance-heads train` before it); decode.heads names others."
     )
     results = directory / "results.csv"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.hints import say_next
 from configs.schema import Config
 from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
@@ -26,10 +27,10 @@ _COLUMNS = {
     "dataset": ("dataset", ""),
     "split": ("split", ""),
     "prompts": ("num_prompts", ","),
-    "N": ("num_emitted", ","),
-    "N_draft": ("num_drafted", ","),
+    "tokens": ("num_emitted", ","),
+    "drafted": ("num_drafted", ","),
     "accepted": ("num_accepted", ","),
-    "N_target": ("num_target", ","),
+    "target forwards": ("num_target", ","),
     "discard rate": ("discard_rate", ".3f"),
     "verification rate": ("verification_rate", ".3f"),
     "acceptance length": ("acceptance_length", ".2f"),
@@ -76,7 +77,7 @@ def replay_policy(config: Config, *, policy: str, ratio: float | None = None, js
                 f"{row['speed_up']:.2f} times the target alone ({row['acceptance_length']:.2f} tokens per target "
                 f"forward, {row['discard_rate']:.2f} drafted tokens discarded per token)."
             )
-        print("next: acceptance-heads evaluate --config … sets it beside every other policy, bench on a clock")
+        say_next(config, "evaluate", ", which compares it with every other policy; bench does on a clock")
         publish({"policy": policy, "costs": asdict(cost), "played": rows})
 
 

@@ -22,7 +22,7 @@ from evaluation.families import ALONE, BASELINE, family
 from evaluation.gain import Throughput
 from evaluation.times import MEASURED
 
-COSTS_AGAIN = "acceptance-heads costs --config … --again"
+COSTS_AGAIN = "acceptance-heads costs --again"
 
 
 def contradicted(report: Report) -> list[Row]:

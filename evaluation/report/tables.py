@@ -210,6 +210,25 @@ def stage_table(contest: Contest) -> Table:
     return Table(title_of(contest), rows, ". ".join(notes), marks=marks)
 
 
+def brief_table(contest: Contest) -> Table:
+    """The stages in a line each, with a short note: what `all` prints, whose report has the rest."""
+    table = stage_table(contest)
+    rows = []
+    for row in table.rows:
+        stage, _, _ = row["stage"].partition("\n")
+        tokens_per_s, _, _ = row.get("tokens/s", "").partition(" ")
+        rows.append({**row, "stage": stage, "tokens/s": tokens_per_s})
+    interval = ", with its 95 % interval"
+    if contest.num_prompts < MIN_PROMPTS:
+        interval = _interval_note(contest)
+    note = (
+        f"gain: predicted, over the best fixed length{interval}; adds: over the row above; {NUM_SPLITS} splits: median "
+        "gain with dev and test redrawn"
+    )
+    title = f"{contest.dataset}: {contest.num_prompts} test prompts; {contest.times.title.partition(';')[0]}"
+    return Table(title, rows, note, marks=table.marks)
+
+
 def deciding_families(contest: Contest) -> list[str]:
     """The families whose rows decide, in the order of the table: the best fixed length, the best on dev of each kind of
     policy, every custom policy, the perfect head and the oracle.

@@ -14,21 +14,27 @@ from evaluation.competitor import CALIBRATED, calibration_text, competes, compet
 from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
-from evaluation.report.conclusion import conclude, near_best
+from evaluation.report.conclusion import Range, conclude, near_best
 from evaluation.report.verdict import Record, publish_verdict, range_record, record_of, tell, verdict_sets
 from evaluation.table import Table, announce, printing
 from evaluation.times import LinearCosts
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
 from evaluation.tuning.rule import Index
-from heads.model.head import TIMING_LABELS, update_config
+from heads.model.head import update_config
 from store.progress import Bar
 
 _RULE = (*LinearCosts._fields, "throughput", *Index._fields, "prior_profit", "prior_rounds")
 """Keys that `auto` reads back."""
+_NUM_SHOWN = 5
+"""Rows of the table, which has the fastest heads on dev."""
+_NUM_BRIEF = 3
+"""The same within `all`."""
 
 
-def tune(config: Config, *, write: bool | None = None, ratio: float | None = None, json: bool = False) -> None:
+def tune(
+    config: Config, *, write: bool | None = None, ratio: float | None = None, all: bool = False, json: bool = False
+) -> None:
     """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
 
     Args:
@@ -36,6 +42,7 @@ def tune(config: Config, *, write: bool | None = None, ratio: float | None = Non
         write: put `recommended` into every head's config.json, and the verdict into decode.dir and the model
             cards; null: yes, unless a `ratio` is given, whose hardware is not this machine.
         ratio: t_target / t_draft of other hardware, instead of the measured times.
+        all: print a row for every head, not only for the fastest on dev.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
     if write is None:
@@ -59,7 +66,10 @@ def tune(config: Config, *, write: bool | None = None, ratio: float | None = Non
         verdict = record_of(conclude(contest, replays.arms), experiment)
         for row in tuned:
             row["recommended"]["verdict"] = verdict["sentence"]
-        threshold_table(tuned, contest).print()
+        if config.is_step:
+            _brief(tuned, contest).print()
+        else:
+            threshold_table(tuned, contest, num_rows=len(tuned) if all else _NUM_SHOWN).print()
         if write:
             announce([*_write(experiment, tuned), *publish_verdict(verdict, experiment, experiment.directory)])
         tell(verdict, experiment, is_written=write)
@@ -83,7 +93,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
     """
     rows, times, baseline = [], contest.times, contest.baseline
     arms = [arm for arm in replays.arms if arm.competitor.head]
-    for arm in Bar(arms, desc="tune: auto", unit="heads"):
+    for arm in Bar(arms, desc="tune: auto", unit="heads", leave=False):
         (head,) = arm.competitor.policy.heads
         [result] = fastest_on_dev([arm], times).values()
         [[rule, online]] = replays.autos(head, [times])
@@ -92,7 +102,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
             **result.setting,
             "tokens_per_s": result.on_dev,
             "auto_tokens_per_s": float(times.throughput(rule.dev).tokens_per_s[0]),
-            "fixed_length": int(baseline.setting["k"]),
+            "fixed_length": _fixed_length(contest),
             "fixed_tokens_per_s": baseline.on_dev,
             **{key: getattr(rule.competitor.policy, key) for key in _RULE},
             "costs": f"{times.origin}; {times.stop_origin}",
@@ -118,37 +128,59 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
     return sorted(rows, key=lambda row: -row["tokens_per_s_on_dev"])
 
 
-def threshold_table(tuned: Sequence[Record], contest: Contest) -> Table:
+def threshold_table(tuned: Sequence[Record], contest: Contest, *, num_rows: int) -> Table:
+    """The first `num_rows` of the tuned heads."""
     fixed = contest.baseline.tokens_per_s
     rows = [
         {
             "head": row["head"],
-            "what": TIMING_LABELS[row["timing"]],
-            "threshold": _threshold_cell(row),
-            "on": calibration_text(row[CALIBRATED]),
+            "threshold": _threshold_text(row),
+            "within noise": _range_text(row["within_noise"]),
+            "dev tokens/s": f"{row['tokens_per_s_on_dev']:.1f}",
             "predicted gain": row["gain"].words,
-            "tokens/s": f"{row['tokens_per_s']:.1f}",
             "auto": f"{row['auto_tokens_per_s'] / fixed - 1:+.1%}",
             "auto online": f"{row['online_tokens_per_s'] / fixed - 1:+.1%}",
         }
-        for row in tuned
+        for row in tuned[:num_rows]
     ]
     note = (
-        "threshold: max_rejection_prob, the risk of a rejection at which drafting stops, on calibrated or raw "
-        "probabilities, chosen on dev; below it the range of thresholds that are not slower on dev by more than "
-        "noise. Gains: on "
-        f"test, over the best fixed length, {contest.baseline.setting['k']}, predicted from counts and times. auto: "
-        "the rule that needs no threshold. Best on dev first"
+        f"{_order_text(tuned, num_rows)}. threshold: the probability of a rejection (max_rejection_prob) at which "
+        "drafting stops, calibrated unless it says raw, chosen on dev; within noise: thresholds that are not slower "
+        f"there by more than noise. predicted gain: on test, over the best fixed length, {_fixed_length(contest)}; "
+        "auto: of the rule that needs no threshold"
     )
-    return Table(f"thresholds for {contest.times.title}", rows, note, names=2)
+    return Table(f"thresholds for {contest.times.title}", rows, note)
 
 
-def _threshold_cell(row: Record) -> str:
-    best = f"{row['max_rejection_prob']:.4f}"
-    if row["within_noise"] is None:
-        return best
-    _, values = row["within_noise"]
-    return f"{best}\n{values[0]:.3f}-{values[-1]:.3f}"
+def _brief(tuned: Sequence[Record], contest: Contest) -> Table:
+    """The first columns of the fastest heads, with a short note: what `all` prints."""
+    table = threshold_table(tuned, contest, num_rows=_NUM_BRIEF)
+    columns = table.columns[:5]
+    rows = [{column: row[column] for column in columns} for row in table.rows]
+    note = f"{_order_text(tuned, _NUM_BRIEF)}. gain: on test, over the best fixed length, {_fixed_length(contest)}"
+    return Table("thresholds", rows, note)
+
+
+def _order_text(tuned: Sequence[Record], num_rows: int) -> str:
+    if len(tuned) <= num_rows:
+        return "The fastest on dev first"
+    return f"The {num_rows} of {len(tuned)} heads that are fastest on dev (`tune --all` prints every head)"
+
+
+def _fixed_length(contest: Contest) -> int:
+    return int(contest.baseline.setting["k"])
+
+
+def _threshold_text(row: Record) -> str:
+    value = f"{row['max_rejection_prob']:.4f}"
+    return value if row[CALIBRATED] else f"{value} {calibration_text(False)}"
+
+
+def _range_text(within_noise: Range | None) -> str:
+    if within_noise is None:
+        return ""
+    _, values = within_noise
+    return f"{values[0]:.3f}-{values[-1]:.3f}"
 
 
 def _in_json(row: Record) -> Record:

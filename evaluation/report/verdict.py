@@ -31,6 +31,7 @@ from store.shards import write_atomic
 
 Record = dict[str, Any]
 """The verdict as verdict.json has it, or a part of it."""
+_PROMPT = "Why is the sky blue?"
 _NOUNS = {TRAINING_FREE: "rule without training", HEADS: "head"}
 
 
@@ -297,17 +298,22 @@ def publish_verdict(record: Record, experiment: Experiment, directory: Path) -> 
 
 
 def tell(record: Record, experiment: Experiment, *, is_written: bool = True) -> None:
-    """Print the verdict: how sure it is, the sentence, and the command that runs it, if `generate` can find it."""
+    """Print the verdict: how sure it is, how to decode with it, if `generate` can find it, and at last the sentence."""
     if record["notes"]:
         say("\n" + "\n".join(record["notes"]))
-    say(f"\n{record['sentence']}")
     if is_written:
-        print(f"next: {generate_command(experiment)}, which takes {record['policy']}")
+        print(f"next: {generate_command(experiment)}")
     else:
         print("nothing is written; with --write true, generate follows these thresholds and this verdict")
+    say(f"\n{record['sentence']}")
 
 
 def generate_command(experiment: Experiment) -> str:
-    """The command that runs the verdict's policy."""
-    arguments = shlex.join(experiment.arguments) if experiment.arguments else "--config …"
-    return f"acceptance-heads generate {arguments} --prompt …"
+    """The command that decodes with the verdict's policy. A record's models may be elsewhere, and an experiment that
+    was made in Python has a call instead.
+    """
+    if absent := experiment.absent_models:
+        return f"`acceptance-heads generate` on a machine that has {' and '.join(absent)}"
+    if not experiment.arguments:
+        return "decode.complete(config, prompt) in Python"
+    return shlex.join(["acceptance-heads", "generate", *experiment.arguments, "--prompt", _PROMPT])

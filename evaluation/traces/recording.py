@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from configs.hints import say_next
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.prompt import row_id
@@ -263,4 +264,4 @@ def trace(config: Config) -> None:
                 f"{1 - part.is_first_accepted.mean():.3f} rejected, {len(part.token) - part.num_positions:,} tokens "
                 "in branches"
             )
-    print("next: acceptance-heads evaluate --config …, which replays every policy on it")
+    say_next(config, "evaluate", ", which replays every policy on it")

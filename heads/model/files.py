@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from configs.hints import first_of
 from configs.paths import check_local
 from lm.sampling import FLOATS
 from store.hub import HUB_ERRORS
@@ -98,6 +99,15 @@ def exported_heads(root: Path) -> tuple[list[Path], list[Path]]:
     names = set(read_json(record, remedy=_EXPORT, keys=("run", "heads"))["heads"])
     newest = [directory for directory in directories if str(directory.relative_to(root)) in names]
     return newest, [directory for directory in directories if directory not in newest]
+
+
+def note_on_earlier(heads: Sequence[Path], root: Path) -> str:
+    """A line about heads in `root` that the newest export did not write."""
+    names = first_of([str(path.relative_to(root)) for path in heads])
+    return (
+        f"note: {root} also has heads of an earlier run ({names}), which evaluate and tune leave out; name them in "
+        "decode.heads to compare them, or delete them"
+    )
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:

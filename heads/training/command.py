@@ -19,6 +19,7 @@ from jaxtyping import Float
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor
 
+from configs.hints import say_next
 from configs.schema import Config, PairConfig
 from data_gen.pipeline import stages
 from data_gen.store.manifest import read_manifest, refuse_older
@@ -70,7 +71,10 @@ def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
             if trainer.interrupted:  # Lightning turns Ctrl-C into a silent exit
                 raise KeyboardInterrupt from None
             raise
-        return report(sweep, directory) if trainer.is_global_zero else sweep.results
+        if trainer.is_global_zero:
+            report(sweep, directory)
+            _say_next(config, has_checkpoint=directory.checkpoint.is_file())
+        return sweep.results
 
 
 def settled(config: Config) -> Config:
@@ -122,22 +126,24 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
 
 
-def report(sweep: Sweep, directory: RunDirectory) -> dict[str, Any]:
-    """Write val_metrics.json, tables.md and the plots; print the verdict. Returns the results by split."""
+def report(sweep: Sweep, directory: RunDirectory) -> None:
+    """Write val_metrics.json, tables.md and the plots; print the verdict."""
     write_metrics(directory.metrics, sweep.results, run=sweep.facts["run"], history=sweep.history)
     texts = [tables(result, sweep.specs, split=name) for name, result in sweep.results.items() if "/" not in name]
     write_atomic(directory.path / "tables.md", "\n".join([*texts, by_set(sweep.results, sweep.specs)]).encode())
     plots = save_plots(directory.path / "plots", sweep.results["dev"], history=sweep.history, specs=sweep.specs)
     print(verdict(sweep.results["dev"], sweep.specs))
     print(f"all metrics: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
-    if directory.checkpoint.is_file():
-        print("next: acceptance-heads export --config …")
+
+
+def _say_next(config: Config, *, has_checkpoint: bool) -> None:
+    if has_checkpoint:
+        say_next(config, "export")
     else:
         print(
             "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is "
             "nothing to export; remove that setting to train"
         )
-    return sweep.results
 
 
 def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab hidden"]:

@@ -120,7 +120,7 @@ def _described(config: Config) -> dict[str, Any]:
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
     data = digest(json.dumps(manifest, sort_keys=True))
-    settings = asdict(replace(config, arguments=()))  # `command` has them
+    settings = asdict(replace(config, arguments=(), is_step=False))  # `command` has them
     described = {"config": settings, "data": data, "versions": versions, "command": sys.argv}
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 

@@ -131,7 +131,11 @@ class Start:
         loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * num_columns))
         num_heads = sum(len(stack.specs) for stack, _ in fits)
         with Bar(
-            total=MAX_PASSES, desc=f"optimum of {num_heads} linear heads", unit="passes", disable=not shows
+            total=MAX_PASSES,
+            desc=f"optimum of {num_heads} linear heads",
+            unit="passes",
+            disable=not shows,
+            leave=False,
         ) as bar:
             for _ in range(MAX_PASSES):
                 open_fits = [(stack, fit) for stack, fit in fits if not fit.is_done]

@@ -28,9 +28,9 @@ from heads.model.files import LEAST_KL
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
 from heads.training.loss import Targets
+from heads.training.progress import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
 from heads.training.start import Start
-from heads.training.trainer import num_optimizer_steps, training_plan
 
 
 class Sweep(pl.LightningModule):

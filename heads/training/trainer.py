@@ -9,9 +9,7 @@ send before a time limit, acts like SIGTERM. SLURM or the job script decides whe
 """
 
 import logging
-import math
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,6 +28,7 @@ from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from configs.schema import Config, HeadsConfig
+from heads.training.progress import StepsBar
 from store.shards import atomic_file
 
 _INTERVAL = timedelta(minutes=3)
@@ -103,44 +102,24 @@ def make_trainer(config: Config) -> pl.Trainer:
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
-    """The `trainer` section with defaults: one device, loggers, checkpoints."""
+    """The `trainer` section with defaults: one device, loggers, checkpoints, the project's progress bar."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
     path, is_bare = Path(config.heads.dir), arguments.get("barebones")
     if arguments.get("logger", True) is True and not is_bare:
         arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
+    callbacks = _listed(arguments.get("callbacks"))
     if arguments.get("enable_checkpointing", True) and not is_bare:
-        arguments["callbacks"] = [*_listed(arguments.get("callbacks")), *_checkpoints(config.heads)]
+        callbacks += _checkpoints(config.heads)
+    has_bar = any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks)
+    if "enable_progress_bar" not in arguments and not has_bar and not is_bare:
+        callbacks.append(StepsBar())
+        arguments["enable_progress_bar"] = False  # Lightning's own
+    arguments["callbacks"] = callbacks
     plugins = _listed(arguments.get("plugins"))
     files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
     arguments["plugins"] = [*plugins, *files, *_environments(plugins)]
     defaults = {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)}
-    return defaults | ({} if is_bare else {"enable_progress_bar": sys.stderr.isatty()}) | arguments
-
-
-def num_optimizer_steps(trainer: pl.Trainer) -> int:
-    """Optimiser steps of the whole run, known before it starts; ValueError if neither epochs nor steps are limited.
-
-    Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
-    """
-    if trainer.max_epochs in (-1, None) and trainer.max_steps == -1:
-        limits = "trainer.max_epochs and trainer.max_steps are both -1"
-        raise ValueError(f"{limits}, but the cosine schedule needs an end; set one")
-    if trainer.max_epochs in (-1, None):
-        return trainer.max_steps
-    assert trainer.max_epochs is not None
-    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
-    limit = trainer.limit_train_batches
-    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
-    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-
-
-def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
-    """One line with the number of steps, the batch size and the number of processes."""
-    processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
-    steps = f"{num_optimizer_steps(trainer):,} steps" + f" of {accumulated:,} batches" * (accumulated > 1)
-    shared = f", {batch_size // processes:,} on each of {processes:,} processes" * (processes > 1)
-    return f"training for {steps}, {batch_size:,} responses per batch{shared}"
+    return defaults | arguments
 
 
 @contextmanager

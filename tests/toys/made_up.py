@@ -110,7 +110,7 @@ def write_yaml(config: Config, folder: Path) -> Path:
     values = asdict(config)
     values["data"] = {"dir": config.data.dir} | {name: list(value) for name, value in SETTLED.items()}
     values["heads"] = {k: list(v) if isinstance(v, tuple) else v for k, v in values["heads"].items()}
-    del values["decode"], values["arguments"]
+    del values["decode"], values["arguments"], values["is_step"]
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

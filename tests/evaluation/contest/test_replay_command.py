@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits_and_a_ratio_cha
     assert [played["split"] for played in document["played"]] == ["dev", "test"]
     sentence = f"max_sqrt_entropy=0.4 on 2 test prompts of stories, predicted {played['speed_up']:.2f} times"
     assert sentence in " ".join(" ".join(lines[-4:-1]).split())
-    assert lines[-1].startswith("next: acceptance-heads evaluate")
+    assert lines[-1].startswith("next: acceptance-heads evaluate --config configs/tiny.yaml --decode.dir ")
     assert sum("draft lengths" in line for line in lines) == 2
     assert lengths_text([0, 8, 4, 0]) == "mean 1.33, median 1"
     _, there = printed(capsys, "replay", *flags, *policy, "--ratio", "20")
@@ -84,13 +85,14 @@ def without_times(flags):
 
 def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate_follow(flags, capsys):
     lines, tuned = printed(capsys, "tune", *flags)
-    assert (max(map(len, lines[:-1])) <= 190, lines[0][:17]) == (True, "replay: tune: 0 %"), "a bar comes first"
+    assert lines[0].startswith("replay: tune: 0 %"), "a bar comes first"
+    assert max(len(line) for line in lines if not line.startswith("next: ")) <= 190
     (row,) = [line.split("│") for line in lines if line.startswith("│ plain")]
-    threshold, gain = (row[column].strip() for column in (3, 5))
+    threshold, gain = (row[column].strip() for column in (2, 5))
     assert re.fullmatch(r"[+-]\d+\.\d %", gain), "too few prompts for an interval"
     assert len("│".join(row)) <= 100
     text = " ".join(" ".join(lines).split())
-    assert f"{flags[5]}/exported/plain/config.json" in text
+    assert f"wrote config.json, README.md in {flags[5]}/exported/plain" in text
     recommended = json.loads(Path(flags[5], "exported", "plain", "config.json").read_text())["recommended"]
     (head,) = tuned["tuned"]
     assert recommended == head["recommended"]
@@ -98,8 +100,8 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     assert {"tokens_per_s", "auto_tokens_per_s", "fixed_tokens_per_s", "index_slope"} <= recommended.keys()
     verdict = json.loads(Path(flags[3], "verdict.json").read_text())
     assert verdict["sentence"] in text
-    command = f"acceptance-heads generate {' '.join(flags)} --prompt …"
-    assert lines[-1] == f"next: {command}, which takes {verdict['policy']}"
+    assert f"next: acceptance-heads generate {' '.join(flags)} --prompt 'Why is the sky blue?'" in lines
+    assert text.endswith(verdict["sentence"])
     assert verdict["sentence"].startswith("No verdict: 2 test prompts are too few; a verdict needs at least 10, and ")
     card = Path(flags[5], "exported", "plain", "README.md").read_text()
     assert verdict["sentence"] in card
@@ -121,7 +123,7 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     before = [file.read_bytes() for file in files]
     lines, other = printed(capsys, "tune", *flags, "--ratio", "20")
     assert other["tuned"][0]["recommended"] != recommended
-    assert lines[-1].startswith("nothing is written; with --write true")
+    assert sum(line.startswith("nothing is written; with --write true") for line in lines) == 1
     assert [file.read_bytes() for file in files] == before, "a ratio is of other hardware"
 
 
@@ -135,7 +137,8 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
     *_, others, note, last = (" ".join(part.split()) for part in shown.split("\n\n"))
     assert note.startswith("The target's time is one number, so verifying drafted tokens counts as free")
     verdict = json.loads(Path(flags[3], "verdict.json").read_text())
-    assert last.startswith(f"{verdict['sentence']} next: acceptance-heads generate --config configs/tiny.yaml ")
+    assert " next: acceptance-heads generate --config configs/tiny.yaml " in note
+    assert last == verdict["sentence"]
     assert others.startswith("On stories, on other hardware, where a target forward costs 8.0 draft forwards ")
     assert ": no verdict: 2 test prompts are too few; " in others
     assert "│ AdaEDL" not in shown
@@ -197,7 +200,7 @@ def test_costs_are_printed_and_kept_say_what_they_mean_and_broken_ones_name_thei
     assert all(0 < error < 1 for error in document["errors"]["verifying"])
     assert sum(len(re.findall(r"\d ± \d+\.\d%", line)) for line in lines) == 5, "t_draft, t_target(0), (1), (2), (5)"
     assert len(document["t_target_s"]) == 7
-    assert lines[-1] == "next: acceptance-heads evaluate --config …"
+    assert lines[-1] == f"next: acceptance-heads evaluate {' '.join(flags)}"
     assert printed(capsys, "costs", *flags)[1] == document
     times = {"t_draft_s": 0.001, "t_target_s": [0.005, 0.006], "stop_shares": {"entropy": (0.02, 0), "drawn": (0.1, 0)}}
     sentence = costs_verdict(times)
@@ -249,7 +252,13 @@ def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_p
     flags = [*flags, "--decode.stop_share", "0"]  # of a draft that is not here no share is known
     _, here = printed(capsys, "evaluate", *flags)
     there = [str(published) if flag == flags[3] else flag for flag in flags if flag not in SMALL]
-    _, away = printed(capsys, "evaluate", *there, *RECORD)
+    lines, away = printed(capsys, "evaluate", *there, *RECORD)
+    models = "/nowhere/one (pair.target.path) and /nowhere/other (pair.draft.path)"
+    assert f"next: `acceptance-heads generate` on a machine that has {models}" in lines
+    of_embedded = [*there, "--decode.as_recorded=true"]
+    lines, _ = printed(capsys, "evaluate", *of_embedded)
+    [following] = [line for line in lines if line.startswith("next: ")]
+    called(*shlex.split(following)[2:], "--max_new_tokens", "2")
     frames = [pd.DataFrame(document["stages"]).drop(columns="costs") for document in (here, away)]
     pd.testing.assert_frame_equal(*frames)
     results = [pd.read_csv(folder / "results.csv").drop(columns="costs") for folder in (Path(flags[3]), published)]

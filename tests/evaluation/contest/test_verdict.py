@@ -360,7 +360,7 @@ def test_a_verdict_is_found_by_weights_and_sampling_however_paths_are_spelled(ex
 
 def test_the_console_ends_with_the_sentence_and_the_generate_command_its_own_settings(experiment, capsys):
     record = record_of(conclude(contest_at({BASELINE: 100, "head_drawn": 130})), experiment)
-    assert generate_command(experiment) == "acceptance-heads generate --config … --prompt …"
+    assert generate_command(experiment) == "decode.complete(config, prompt) in Python"
 
     def end(config: Config, *, all: bool = False) -> None:
         tell(record, Experiment(config))
@@ -369,5 +369,5 @@ def test_the_console_ends_with_the_sentence_and_the_generate_command_its_own_set
     run({"evaluate": end}, argv=["evaluate", *flags, "--decode.num_test", "9"])
     shown = capsys.readouterr().out.split("\n")
     settings = "--config configs/tiny.yaml '--decode.dir=my runs' --decode.num_test 9"
-    command = f"acceptance-heads generate {settings} --prompt …"
-    assert shown[-3:] == [record["sentence"], f"next: {command}, which takes {record['policy']}", ""]
+    command = f"acceptance-heads generate {settings} --prompt 'Why is the sky blue?'"
+    assert shown[-4:] == [f"next: {command}", "", record["sentence"], ""]

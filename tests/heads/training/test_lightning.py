@@ -18,14 +18,18 @@ from configs.schema import Config
 from heads.command import load_sweep
 from heads.training import trainer as trainer_module
 from heads.training.command import build, train
-from heads.training.trainer import (
-    make_trainer,
-    num_optimizer_steps,
-    stopped_by_sigusr1,
-    trainer_arguments,
-    training_plan,
-)
+from heads.training.progress import StepsBar, num_optimizer_steps, training_plan
+from heads.training.trainer import make_trainer, stopped_by_sigusr1, trainer_arguments
 from tests.toys.made_up import HIDDEN, ROOT, SLURM, make_config, train_by_command, write_yaml
+
+_BARS = {
+    (): True,
+    ("--trainer.enable_progress_bar=true",): False,
+    ("--trainer.enable_progress_bar=false",): False,
+    ("--trainer.barebones=true",): False,
+    ("--trainer.callbacks=TQDMProgressBar",): False,
+}
+"""Flags -> whether the project's bar shows the steps."""
 
 parser = cache(lambda: parser_for(train, trainer=pl.Trainer))
 
@@ -63,12 +67,23 @@ def test_early_stopping_from_the_yaml_stops_the_run_and_keeps_the_best_weights(d
     assert min(means[-2:]) >= min(means[:-2]), "stopped after two epochs without a better one"
 
 
+def test_a_log_shows_the_steps_of_the_whole_run_and_the_kl_on_dev(data_dir: Path, tmp_path: Path, capsys):
+    train(make_config(data_dir, tmp_path / "run", depths=(1,), trainer={"max_epochs": 2, "enable_progress_bar": None}))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train: ")]
+    first, last = (re.search(r"(\d+)/(\d+) steps", lines[number]) for number in (0, -1))
+    assert (first[1], last[1]) == ("0", last[2])
+    assert re.search(r"KL on dev \d+% of the draft's own signal\]$", lines[-1])
+
+
 def test_trainer_flags_reach_the_trainer_and_shipped_experiments_take_one_device(data_dir: Path, tmp_path: Path):
     path = write_yaml(make_config(data_dir, tmp_path / "run"), tmp_path)
     stopping = ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=dev/calibrated_kl")
     callbacks = trainer_arguments(parsed(path, *stopping, "--trainer.callbacks.patience=7"))["callbacks"]
     assert [callback.patience for callback in callbacks if isinstance(callback, pl.callbacks.EarlyStopping)] == [7]
     assert sum(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks) == 2
+    for flags, has_own_bar in _BARS.items():
+        arguments = trainer_arguments(parsed(path, "--trainer.enable_progress_bar=null", *flags))
+        assert (StepsBar in map(type, arguments["callbacks"])) == has_own_bar, flags
     flags = ("--trainer.num_nodes=3", "--trainer.devices=2", "--trainer.strategy=ddp")
     trainer = pl.Trainer(**trainer_arguments(parsed(path, *flags, "--trainer.gradient_clip_val=2.5")))
     assert (trainer.num_nodes, trainer.num_devices, trainer.world_size) == (3, 2, 6)
@@ -125,7 +140,7 @@ def test_a_strategy_whose_results_do_not_come_back_is_refused(data_dir, tmp_path
     [
         ({"fast_dev_run": True}, "nothing to export"),
         ({"enable_checkpointing": False}, "nothing to export"),
-        ({}, "next:"),
+        ({}, "all metrics: "),
     ],
 )
 def test_a_run_without_a_checkpoint_does_not_send_its_user_to_export(data_dir, tmp_path, capsys, setting, ending):

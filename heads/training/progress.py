@@ -1,0 +1,86 @@
+"""How many steps a run has, and its progress on the project's bar: a log has lines of it as a terminal has a bar."""
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+
+from store.progress import Bar
+
+
+class StepsBar(pl.Callback):
+    """A bar over all optimiser steps of a run, with the latest KL on dev, and one over the batches of the last
+    measurement.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
+        if self._bar is None:  # not earlier: linear heads are solved before the first step, with a bar of their own
+            total = num_optimizer_steps(trainer)
+            self._bar = _bar_of(trainer, total=total, initial=trainer.global_step, desc="train", unit="steps")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self._advance(trainer.global_step)
+
+    def on_validation_batch_end(self, *args: object) -> None:
+        if self._bar is not None:
+            self._bar.update(0)
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: object) -> None:
+        kl = trainer.callback_metrics.get("dev/calibrated_kl")
+        if self._bar is not None and kl is not None:
+            self._bar.set_postfix_str(f"KL on dev {kl:.0%} of the draft's own signal", refresh=False)
+
+    def on_test_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        if self._bar is None:
+            total = sum(trainer.num_test_batches)
+            self._bar = _bar_of(trainer, total=total, desc="measure heads", unit="batches", leave=False)
+        self._advance(self._bar.n + 1)
+
+    def _advance(self, count: float) -> None:
+        if self._bar is not None:
+            self._bar.update(count - self._bar.n)
+
+    def on_train_end(self, *args: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def on_test_end(self, *args: object) -> None:
+        self.on_train_end()
+
+    def on_exception(self, *args: object) -> None:
+        self.on_train_end()
+
+
+def _bar_of(trainer: pl.Trainer, **settings: Any) -> Bar:
+    """A bar in the first process."""
+    return Bar(disable=not trainer.is_global_zero, **settings)
+
+
+def num_optimizer_steps(trainer: pl.Trainer) -> int:
+    """Optimiser steps of the whole run, known before it starts; ValueError if neither epochs nor steps are limited.
+
+    Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
+    """
+    if trainer.max_epochs in (-1, None) and trainer.max_steps == -1:
+        limits = "trainer.max_epochs and trainer.max_steps are both -1"
+        raise ValueError(f"{limits}, but the cosine schedule needs an end; set one")
+    if trainer.max_epochs in (-1, None):
+        return trainer.max_steps
+    assert trainer.max_epochs is not None
+    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
+    """One line with the number of steps, the batch size and the number of processes."""
+    processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
+    steps = f"{num_optimizer_steps(trainer):,} steps" + f" of {accumulated:,} batches" * (accumulated > 1)
+    shared = f", {batch_size // processes:,} on each of {processes:,} processes" * (processes > 1)
+    return f"training for {steps}, {batch_size:,} responses per batch{shared}"
