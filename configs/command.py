@@ -137,7 +137,7 @@ def run(
     else:
         name = default
     with ending_in_one_line():
-        arguments, flags = _arguments(commands[name], argv, trainer=trainer)
+        arguments, flags = arguments_of(commands[name], argv, trainer=trainer)
         return commands[name](*arguments, **flags)
 
 
@@ -175,14 +175,24 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
     for argument in argv:  # without `--trainer.x=VALUE` and `--trainer.x VALUE`
         is_trainer = argument.startswith("--trainer") if argument.startswith("--") else is_trainer
         others += [] if is_trainer else [argument]
-    _arguments(command, others)
+    arguments_of(command, others)
 
 
-def _arguments(
+def experiment_in(file: str, *, trainer: type | None = None) -> Config:
+    """The experiment of a YAML file, or of the name of a shipped one; ValueError for one that cannot be read."""
+
+    def command(config: Config) -> None:
+        """Any command that takes an experiment."""
+
+    [config], _ = arguments_of(command, ["--config", experiment_file(file)], trainer=trainer)
+    return replace(config, arguments=("--config", file))
+
+
+def arguments_of(
     command: Command, argv: Iterable[str], *, trainer: type | None = None
 ) -> tuple[list[Config], dict[str, Any]]:
-    """What `argv` gives a command: the experiment if it takes one, and its flags; ends the process with a hint if it
-    cannot be parsed.
+    """What `argv` gives a command: the experiment if it takes one, and its flags; ValueError with a hint if it cannot
+    be parsed.
     """
     parser, kinds, has_config = parser_for(command, trainer=trainer), get_type_hints(command), takes_config(command)
     argv = ["--help" if argument == "--help.all" else argument for argument in argv]
@@ -195,7 +205,7 @@ def _arguments(
         problem = one_line(error)
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
             problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
-        fail(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})")
+        raise ValueError(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})") from error
     sections = {"config", *(f.name for f in fields(Config))} if has_config else set()
     flags = {
         key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags

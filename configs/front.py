@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from configs.command import ending_in_one_line, fail, refuse_wrong, run
 from configs.hints import meant
+from configs.load import load_config
 from configs.schema import Config
 from configs.screens import screen_of, summary_of
 
@@ -83,8 +84,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.flush()
 
 
-def all_steps(config: Config) -> None:
+def all_steps(config: Config | str | PurePath) -> None:
     """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated."""
+    if not isinstance(config, Config):
+        config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
     steps = ("data", "train", "export", "evaluate", "tune")
     for number, name in enumerate(steps, start=1):
         print(f"== {number} of {len(steps)}: {name}", flush=True)

@@ -8,15 +8,20 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.limits import check_limits
+from configs.load import yaml_of
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from configs.shipped import with_shipped_models
+from data_gen.loaded import source_of_loaded
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import is_text, prompt_of
-from store.shards import atomic_directory, write_atomic
+from store.shards import write_atomic
 
-_SHARE, _PROMPTS = 0.1, "prompts.jsonl"
-"""Share of the prompts for dev, and for test; and their file."""
+_SHARE = 0.1
+"""Share of the prompts for dev, and for test."""
+_PROMPTS = "prompts.jsonl"
+_YAML = "experiment.yaml"
+_ABOUT_YAML = "# The experiment of make_data, which writes this file again when it is called again; change a copy.\n"
 
 
 def make_data(
@@ -34,15 +39,16 @@ def make_data(
     Args:
         prompts: at least 3: strings, lists of messages, or records with fields such as prompt or messages, as a
             `datasets.Dataset` has them; a tenth is dev, a tenth is test.
-        target: the large model: a directory, a hub id, or a loaded model, which is saved in dir/models.
+        target: the large model: a directory, a hub id, or a loaded model. An unmodified one is used where it came from
+            (`data_gen.loaded` compares every bit); another one is saved in dir/models.
         draft: the small model, with the same tokenizer.
-        dir: output directory, with data/, heads/ and decode/.
+        dir: output directory, with data/, heads/ and decode/, and experiment.yaml for the commands.
         tokenizer: of both models; needed for a loaded model.
         temperature: of the sampling that heads are trained for; 0 is greedy.
         settings: of `configs.schema.DataConfig`, such as max_new_tokens=64.
 
     Returns:
-        The experiment, for `heads.train_heads`, `decode.complete` and every command's function.
+        The experiment, for `train_heads`, `complete` and every command's function, which also take dir/experiment.yaml.
 
     Raises:
         ValueError: too few or malformed prompts, an unknown or invalid setting, models that do not fit.
@@ -63,6 +69,7 @@ def make_data(
     config = _config(with_shipped_models(pair), root, len(lines), settings)
     check_limits(config)
     write_atomic(root / _PROMPTS, "".join(f"{line}\n" for line in lines).encode())
+    write_atomic(root / _YAML, f"{_ABOUT_YAML}{yaml_of(config)}".encode())
     make(config)
     return config
 
@@ -71,12 +78,18 @@ def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, 
     num = max(1, round(_SHARE * num_prompts))
     shares = (num_prompts - 2 * num, num, num)
     sizes = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
-    data: dict[str, Any] = {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares} | sizes
-    return Config(
-        pair=pair,
-        data=DataConfig(**data | settings),
-        heads=HeadsConfig(dir=str(root / "heads"), specdec=False),
-        decode=DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num),
+    files: dict[str, Any] = {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares}
+    data = DataConfig(**files | sizes | settings)
+    decode = DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num)
+    return Config(pair=pair, data=data, heads=default_heads(data, root / "heads"), decode=decode)
+
+
+def default_heads(data: DataConfig, directory: Path) -> HeadsConfig:
+    """The default heads for the hidden states of the data; if it has none, the draft computes them in training."""
+    return HeadsConfig(
+        dir=str(directory),
+        timings=("fed",) if data.feature_sets == ("fed",) else ("drawn",),
+        features="cached" if data.feature_sets else "online",
     )
 
 
@@ -92,7 +105,7 @@ def _line(prompt: Any, index: int) -> str:
 
 
 def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> ModelSource:
-    """The source of a model; a loaded one is saved to `path`."""
+    """The source of a model; a loaded one that was modified is saved to `path`."""
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, str | PurePath):
@@ -103,8 +116,4 @@ def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -
         raise ValueError(f"the {path.name} is a model with an adapter; pass its merge_and_unload() instead")
     if tokenizer is None:
         raise ValueError(f"the {path.name} is a {type(model).__name__}; give its tokenizer too: tokenizer=…")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_directory(path) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    return ModelSource(path=str(path))
+    return source_of_loaded(model, tokenizer, path)

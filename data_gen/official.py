@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.labels.labeller import Labelled
@@ -30,7 +31,7 @@ from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS
 from data_gen.responses.exchange import Answers, Exchange, ShardSpec
 from data_gen.store.manifest import FORMAT, describe_model, settle
-from lm import load_config, load_pair_tokenizer
+from lm import load_pair_tokenizer, model_config
 from lm.pair import vocab_size_of
 from store.json_files import read_json
 from store.lock import only_writer
@@ -47,6 +48,7 @@ Row = tuple[Exchange, dict[str, Tensor]]
 """One object of the file, and its draft_ids, log_q, log_p and acceptance_prob, each [token]."""
 
 
+@accepts_yaml
 def import_(config: Config, *, file: str, split: str = "train") -> None:
     """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then
     train.
@@ -67,7 +69,7 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
         )
     items, size, manifest = _read(path), data.rows_per_shard, _manifest(pair, data)
     check_lengths(pair, data, names=("draft",))
-    num_ids = vocab_size_of(load_pair_tokenizer(pair), load_config(pair.draft))
+    num_ids = vocab_size_of(load_pair_tokenizer(pair), model_config(pair.draft))
 
     def row(number: int) -> Row:
         return _parse(items[number], f"{split}-{number}", where=f"{file}: item {number}")

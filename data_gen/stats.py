@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.hints import say_next
+from configs.load import accepts_yaml
 from configs.schema import Config
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import account, read_rows
@@ -56,6 +57,7 @@ _LABELS = {
 """Name of a statistic in stats/SPLIT.json -> what the console calls it; other names are plain."""
 
 
+@accepts_yaml
 def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:
     """Print a summary of one split, and draw SVIP's plots of it.
 

@@ -1,5 +1,6 @@
 """The commands that convert, publish and describe heads: `export`, `import`, `push`, `inspect`."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from json import dumps as to_json
@@ -9,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from configs.hints import first_of, say_next
+from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.pipeline.stages import settled
@@ -39,6 +41,7 @@ LINEAR_PREFIX = "prefix-d0"
 """Shape of the heads that become a DSpark draft's confidence head."""
 
 
+@accepts_yaml
 def export(
     config: Config,
     *,
@@ -71,7 +74,7 @@ def export(
     if format == "sts":
         return [_export_sts(config, root)]
     sweep = _sweep_of(run, checkpoint)
-    results = run.results(sweep.facts["run"])
+    results = _results_of(sweep, run, checkpoint=checkpoint)
     names = _names(head, sweep.specs, results=results, metric=metric)
     # in `all`, training has just printed the verdict
     lines = [verdict(results["dev"], sweep.specs)] if results and not config.is_step else []
@@ -79,14 +82,46 @@ def export(
         names, refusal = _passing(names, sweep.specs, results=results["dev"], is_dspark=format == "dspark")
         lines += refusal
     heads = {name: trained for name, trained in sweep.heads().items() if name in names}
-    for name, trained in heads.items() if results else ():
-        trained.provenance = replace(trained.provenance, metrics=_metrics_of(name, trained.timing, results))
+    for name, trained in heads.items():
+        _complete_provenance(name, trained, results, stopped_in=sweep.stopped_in)
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
     written = _saved({name: heads[name] for name in names}, root, run=sweep.facts["run"])
     print("\n".join([*lines, f"wrote {len(written)} heads to {root}"]))
     say_next(config, "evaluate")
     return written
+
+
+def _results_of(sweep: Sweep, run: RunDirectory, *, checkpoint: str | None) -> dict[str, Result]:
+    """The results of a checkpoint's weights; empty, with a warning, for weights that were not measured."""
+    is_newest = checkpoint is None or Path(checkpoint).resolve() == run.checkpoint.resolve()
+    if is_newest or sweep.stopped_in is None:
+        results = run.results(sweep.facts["run"])
+        if results:
+            return results
+    print(_about_unfinished(sweep, run), file=sys.stderr)
+    return {}
+
+
+def _complete_provenance(
+    name: str, head: AcceptanceHead, results: Mapping[str, Result], *, stopped_in: str | None
+) -> None:
+    """Set the metrics of a head, or where its training stopped before it was measured."""
+    if results:
+        head.provenance = replace(head.provenance, metrics=_metrics_of(name, head.timing, results))
+    elif stopped_in is not None:
+        training = head.provenance.training | {"stopped_in": stopped_in}
+        head.provenance = replace(head.provenance, training=training)
+
+
+def _about_unfinished(sweep: Sweep, run: RunDirectory) -> str:
+    """A line on heads that have no metrics."""
+    if sweep.stopped_in is None:
+        return f"warning: these heads were not measured ({run.metrics} has no metrics of them)."
+    return (
+        f"warning: these heads are unfinished and were not measured: their training stopped in {sweep.stopped_in}. "
+        "Run `acceptance-heads train` with this config to finish it."
+    )
 
 
 def _passing(
@@ -138,6 +173,7 @@ def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
     return sweep
 
 
+@accepts_yaml
 def import_(
     config: Config,
     *,

@@ -4,13 +4,16 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, Trainer
 
 from configs.limits import check_limits
+from configs.load import load_config
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
+from configs.shipped import NAMES
+from data_gen.from_prompts import default_heads
 from data_gen.store.manifest import read_manifest
 from heads.command import export
 from heads.model.files import rank_of
@@ -22,7 +25,7 @@ _OF_DATA = ("split_weights", "mixing_ratio", "features", "draft_length", "draft_
 
 
 def train_heads(
-    data: Config | str | Path,
+    data: Config | str | PurePath,
     *,
     dir: str | Path | None = None,
     max_epochs: int | None = None,
@@ -33,8 +36,9 @@ def train_heads(
     """Train heads on existing data, export the best of each kind, and return the best; resumes, as `train` does.
 
     Args:
-        data: the experiment that `data_gen.make_data` returns, or a directory with data.
-        dir: output directory; None: the experiment's heads.dir, or the folder heads in the data directory.
+        data: the experiment that `data_gen.make_data` returns, the path of a YAML, or a directory with data: data.dir,
+            or the `dir` of make_data. Heads of a directory have the timing of its hidden states.
+        dir: output directory; None: the experiment's heads.dir, or the folder heads in the directory.
         max_epochs: passes over the data; None: the experiment's value, or one that follows from the amount of data.
         callbacks: callbacks of Lightning, such as EarlyStopping("dev/calibrated_kl"), which is a mean over heads of the
             KL as a part of that of the draft's own signal at each head's timing.
@@ -51,7 +55,7 @@ def train_heads(
     """
     if unknown := sorted(settings.keys() - (HeadsConfig.__dataclass_fields__.keys() - {"dir"})):
         raise ValueError(f"train_heads has no setting {unknown[0]!r}; see the fields of HeadsConfig")
-    config = data if isinstance(data, Config) else _config_of(data)
+    config = _experiment(data)
     trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
     if callbacks:
         trainer["callbacks"] = [*(trainer.get("callbacks") or ()), *callbacks]
@@ -66,20 +70,36 @@ def train_heads(
     return min(exported, key=lambda head: rank_of(head.provenance.metrics))
 
 
-def _config_of(directory: str | Path) -> Config:
+def _experiment(data: Config | str | PurePath) -> Config:
+    """The experiment that `train_heads` gets: itself, in a YAML, or the one whose data is in a directory."""
+    if isinstance(data, str | PurePath):
+        path = Path(data)
+        is_yaml = path.is_file() or path.suffix in (".yaml", ".yml") or str(data) in NAMES
+        if path.is_dir() or not is_yaml:
+            return _config_of(path)
+    return load_config(data, trainer=Trainer)
+
+
+def _config_of(directory: Path) -> Config:
     """The experiment whose data is in a directory, from its manifest."""
-    if not isinstance(directory, str | Path):
-        raise ValueError(f"data is {type(directory).__name__}; give a Config, or a directory with data")
-    manifest = read_manifest(str(directory), keys=("target", "draft", "sampling", "recorded", "split"))
+    has_folder = Path(directory, "data", "manifest.json").is_file()  # as `make_data` makes it
+    folder = directory / "data" if has_folder else directory
+    manifest = read_manifest(folder, keys=("target", "draft", "sampling", "recorded", "split"))
     target, draft = (
-        ModelSource(path=manifest["recorded"][f"{name}_path"], revision=manifest[name].get("revision"))
+        ModelSource(
+            path=manifest["recorded"][f"{name}_path"],
+            revision=manifest[name].get("revision"),
+            dtype=manifest[name].get("dtype", "auto"),
+            quantization=manifest[name].get("quantization"),
+        )
         for name in ("target", "draft")
     )
     settings: dict[str, Any] = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     settings |= {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
+    data = DataConfig(dir=str(folder), **settings)
     return Config(
         pair=PairConfig(target=target, draft=draft, sampling=SamplingConfig(**manifest["sampling"])),
-        data=DataConfig(dir=str(directory), **settings),
-        heads=HeadsConfig(dir=str(Path(directory, "heads"))),
+        data=data,
+        heads=default_heads(data, directory / "heads"),
     )

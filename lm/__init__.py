@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lm.features.loading import feature_draft_of
     from lm.features.model import DraftModel, FeatureModel, feature_model
     from lm.model import CachedModel
-    from lm.pair import Pair, check_width, load_config, load_model, load_pair, load_pair_tokenizer, vocab_size_of
+    from lm.pair import Pair, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
     from lm.sampling import Sampling
     from lm.signals import cross_entropy, entropy
     from lm.verification import acceptance_prob, acceptance_rate, next_dist, num_accepted, residual_probs, verify

@@ -157,7 +157,7 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     return model
 
 
-def load_config(source: ModelSource) -> PretrainedConfig:
+def model_config(source: ModelSource) -> PretrainedConfig:
     """The config.json of a model; FileNotFoundError if the source has no model."""
     with _reading(source, "config.json"):
         return transformers.AutoConfig.from_pretrained(source.path, **repository_of(source))
@@ -184,7 +184,7 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
     attention = source.attn_implementation
     settings: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if source.tp_plan is not None:
-        return settings | {"distributed_config": slicing_of(source, load_config(source))}
+        return settings | {"distributed_config": slicing_of(source, model_config(source))}
     device_map = source.device_map if device is None else str(device)
     if device_map is None:
         device_map = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -224,7 +224,7 @@ def free_memory() -> None:
 
 def without_weights(source: ModelSource) -> PreTrainedModel:
     """A model on the device `meta`, from its config alone: every shape and method, no numbers."""
-    config = load_config(source)
+    config = model_config(source)
     with torch.device("meta"), _reading(source, "config.json"):
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             config, trust_remote_code=source.trust_remote_code
@@ -304,9 +304,9 @@ def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
 
 def check_widths(config: PairConfig) -> None:
     """`check_width` of every model by its config.json, without loading weights."""
-    vocab_size = vocab_size_of(load_tokenizer(config.target), load_config(config.target))
+    vocab_size = vocab_size_of(load_tokenizer(config.target), model_config(config.target))
     for name, source in _sources(config).items():
-        _check_width(int(load_config(source).get_text_config().vocab_size), vocab_size, name)
+        _check_width(int(model_config(source).get_text_config().vocab_size), vocab_size, name)
 
 
 def _check_width(width: int, vocab_size: int, name: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.hints import meant, say_next
+from configs.load import accepts_yaml
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
@@ -46,6 +47,7 @@ _NEEDED = (
 """(setting, value, the module that it needs, the extra that installs it, what needs none)."""
 
 
+@accepts_yaml
 def make(
     config: Config,
     *,

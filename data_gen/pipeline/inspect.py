@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.pipeline.stages import answers_in
@@ -22,6 +23,7 @@ from store.shards import atomic_file, broken_shards, check_sums, is_whole, shard
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 
+@accepts_yaml
 def check(config: Config) -> None:
     """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
     directory = Path(config.data.dir)
@@ -54,6 +56,7 @@ def absent(directory: Path, manifest: Mapping[str, Any]) -> list[Path]:
     return [path for path in paths if path not in present]
 
 
+@accepts_yaml
 def responses(config: Config, *, out: str) -> None:
     """Write the responses in data.dir as JSONL for `data.source: file`; an existing file is extended.
 

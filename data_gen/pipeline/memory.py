@@ -22,7 +22,7 @@ import torch
 
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource
 from data_gen.responses.exchange import SPARE_POSITIONS
-from lm import load_config
+from lm import model_config
 from lm.pair import dtype_bytes, weight_bytes
 from lm.parallel import check_slices, sliced_models
 
@@ -123,7 +123,7 @@ def size_of(source: ModelSource, num_slices: int = 1) -> Size:
     """One model's bytes, by its config.json; with several slices, those of one, which has whole embeddings and
     residuals. ValueError if it cannot be cut so.
     """
-    whole = load_config(source)
+    whole = model_config(source)
     if source.tp_plan is not None:
         check_slices(source, whole, num_slices)
     text, width = whole.get_text_config(), dtype_bytes(source, whole)

@@ -26,7 +26,7 @@ from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import ShardSpec
 from data_gen.store.rows import read_rows
-from lm import load_config
+from lm import model_config
 from lm.features.released import released_layout_of, width_of
 from lm.pair import free_memory
 from lm.parallel import refuse_sliced
@@ -179,7 +179,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
     num_states = len(data.feature_sets)
     width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
     if width is None:  # not a feature draft
-        width, num_drafted = load_config(pair.draft).get_text_config().hidden_size, 1.0
+        width, num_drafted = model_config(pair.draft).get_text_config().hidden_size, 1.0
     state_bytes = num_states * width * getattr(torch, data.feature_dtype).itemsize
     token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
     return {

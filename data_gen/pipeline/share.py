@@ -26,7 +26,7 @@ from torch import distributed
 from configs.schema import DataConfig, PairConfig
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.responses.exchange import ShardSpec
-from lm import load_config
+from lm import model_config
 from lm.pair import free_memory
 from lm.parallel import check_slices, join, sliced_models, slices_of
 from store.lock import LOCK, holder_of, only_writer
@@ -152,7 +152,7 @@ def in_lockstep(pair: PairConfig) -> Iterator[bool]:
     rank, num_slices = slices_of(f"pair.{sliced[0]}")
     for source in (pair.target, pair.draft):
         if source.tp_plan is not None:  # before the manifest is written
-            check_slices(source, load_config(source), num_slices)
+            check_slices(source, model_config(source), num_slices)
     join()
     if rank == 0:
         yield True

@@ -36,7 +36,7 @@ from data_gen.responses.settings import check_unsent
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import joined, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
-from lm import Pair, Sampling, feature_draft_of, load_config, load_model, load_pair_tokenizer
+from lm import Pair, Sampling, feature_draft_of, load_model, load_pair_tokenizer, model_config
 from lm.draws import seed_of, uniforms
 from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_outputs, eos_ids_of
@@ -337,4 +337,4 @@ def limit_of(source: ModelSource) -> int | None:
     """The longest sequence that a model or a feature draft reads, by its config; None if it sets no limit."""
     if released_layout_of(source) is not None:
         return max_positions_of(source)
-    return getattr(load_config(source).get_text_config(), "max_position_embeddings", None)
+    return getattr(model_config(source).get_text_config(), "max_position_embeddings", None)

@@ -321,6 +321,8 @@ class CompletionsServer:
                 f"the server cut the response after {_usage(completion, 'completion_tokens')} of {limit} tokens; give "
                 "it a longer context"
             )
+        if choice.get("token_ids") is None:
+            _refuse_other_count(completion, ids, eos_ids=self.spelling.eos_ids)
         if self.num_logprobs is None:
             return answer
         return answer._replace(distributions=self._distributions(_positions(choice), ids, are_drawn=True))
@@ -338,6 +340,20 @@ def _usage(completion: Mapping[str, object], name: str) -> int:
     usage = completion.get("usage")
     number = usage.get(name) if isinstance(usage, dict) else None
     return number if type(number) is int else 0
+
+
+def _refuse_other_count(completion: Mapping[str, object], ids: Sequence[int], *, eos_ids: frozenset[int]) -> None:
+    """RefusedError if the server generated another number of tokens than its text has under this tokenizer; servers
+    count end-of-sequence or leave it out.
+    """
+    num_generated = _usage(completion, "completion_tokens")
+    num_without_eos = len(ids) - (ids[-1] in eos_ids)
+    if num_generated not in (0, num_without_eos, len(ids)):
+        raise RefusedError(
+            f"the server generated {num_generated} tokens (usage.completion_tokens), but its text has {len(ids)} here: "
+            "it wrote the text with other tokens, or cut off a stop sequence; let it return token ids "
+            "(data.server.kind: vllm), or remove stop sequences from data.server.extra"
+        )
 
 
 def _refuse_other_prompt(

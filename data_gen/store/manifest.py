@@ -45,7 +45,8 @@ _LARGE_BYTES = 2**26
 """Minimum size of a file for which hashes are cached."""
 _SLOW_BYTES = 2**32
 """Minimum size of files whose hashing is announced."""
-_IGNORED_KEYS = ("transformers_version", "_name_or_path")
+IGNORED_KEYS = ("transformers_version", "_name_or_path")
+"""Entries of config.json that say where it was written, not what the model is."""
 
 
 def describe_model(source: ModelSource) -> dict[str, Any]:
@@ -55,11 +56,9 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}
     try:
         width = width_of(source)
-        if width is not None:  # a feature draft; transformers does not know every layout
-            commit = commit_of(source)
-        else:
-            config = AutoConfig.from_pretrained(source.path, **repository_of(source))
-            commit, width = getattr(config, "_commit_hash", None), config.get_text_config().hidden_size
+        if width is None:  # no feature draft, of which transformers does not know every layout
+            width = AutoConfig.from_pretrained(source.path, **repository_of(source)).get_text_config().hidden_size
+        commit = commit_of(source)
     except OSError as error:
         refuse_no_model(source.path)
         raise FileNotFoundError(
@@ -119,7 +118,7 @@ def _configs(folder: Path) -> str:
     configs = []
     for path in (folder / "config.json", folder / "generation_config.json"):
         values = json.loads(path.read_text()) if path.is_file() else {}
-        configs.append({key: value for key, value in values.items() if key not in _IGNORED_KEYS})
+        configs.append({key: value for key, value in values.items() if key not in IGNORED_KEYS})
     return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
 
@@ -132,6 +131,8 @@ _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batc
 _UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """Settings that the responses of a server depend on."""
+_COMMITS = ("target.commit", "draft.commit")
+"""Null in data of hub models that was made with transformers 5.23 and version 0.2.0."""
 _OBJECTS = ("target", "draft", "sampling", "split", "versions", "recorded")
 _GROWING = ("split", "split_by", "responses")
 """Entries that a later run may enlarge."""
@@ -147,7 +148,7 @@ def make_manifest(
         "format": FORMAT,
         "target": describe_model(pair.target),
         "draft": describe_model(pair.draft),
-        "tokenizer": digest(_tokenizer_text(tokenizer)),
+        "tokenizer": digest(tokenizer_text(tokenizer)),
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
         **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
@@ -262,13 +263,14 @@ def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
         skipped = set() if key else {"recorded", *_GROWING}
         for name in dict.fromkeys(name for name in [*on_disk, *in_run] if name not in skipped):
             yield from _differences(on_disk.get(name), in_run.get(name), f"{key}.{name}" if key else name)
-    else:
+    elif on_disk is not None or key not in _COMMITS:
         parts = [str(value).split(".")[:2] if key.startswith("versions.") else value for value in (on_disk, in_run)]
         if parts[0] != parts[1]:
             yield f"{key}: {on_disk!r} there, {in_run!r} in this run"
 
 
-def _tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A tokenizer as JSON: all of it, or its vocabulary if it has no serialised form."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
 

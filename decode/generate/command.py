@@ -4,11 +4,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
+from configs.load import accepts_yaml, load_config
 from configs.paths import local_path
 from configs.schema import Config
 from data_gen.prompts.prompt import Prompt, conversation_of
@@ -22,6 +24,7 @@ from decode.policies.base import Policy
 from lm import Pair
 
 
+@accepts_yaml
 def generate(
     config: Config,
     *,
@@ -73,7 +76,7 @@ def generate(
 
 
 def complete(
-    config: Config,
+    config: Config | str | PurePath,
     prompt: str | Sequence[Mapping[str, Any]],
     *,
     policy: str | Policy | None = None,
@@ -82,6 +85,7 @@ def complete(
     """The target's response to a prompt, drawn as the config says.
 
     Args, beside those of `generate`:
+        config: the experiment, or the path of its YAML.
         prompt: the user's message, or a list of messages.
         policy: when to stop drafting, as an object or as for `--policy`, also if None.
 
@@ -89,7 +93,7 @@ def complete(
         ValueError: a policy that does not parse, or does not fit the models; malformed messages.
         FileNotFoundError: missing models or heads.
     """
-    experiment = Experiment(config)
+    experiment = Experiment(load_config(config))
     stop = policy if isinstance(policy, Policy) else experiment.policy(policy or experiment.default_policy[0])
     generation = Generation.of(_rounds(experiment, prompt, stop, max_new_tokens))
     return _text(generation, experiment.pair)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
@@ -25,6 +26,7 @@ from evaluation.table import announce, printing, say
 _WIDTH = 240
 
 
+@accepts_yaml
 def bench(
     config: Config,
     *,

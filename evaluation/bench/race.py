@@ -40,7 +40,7 @@ from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import is_of_other_sampling
 from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
-from lm import Sampling, load_config, load_model
+from lm import Sampling, load_model, model_config
 from store.json_files import KeyedStore
 from store.progress import Bar
 
@@ -115,7 +115,7 @@ class Race:
             if not self.experiment.has_feature_draft:
                 raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
             self._assistant_source = ModelSource(path=path, dtype=config.pair.target.dtype)
-            load_config(self._assistant_source)
+            model_config(self._assistant_source)
         self.under = cache(self._under)
         """The experiment under a sampling, by its name."""
         self._on_dev = cache(self._results_on_dev)

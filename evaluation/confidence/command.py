@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.table import Table, announce, printing, shown
@@ -75,6 +76,7 @@ class Drafts(NamedTuple):
         return torch.cat([kept.sum(0) / survival.sum(0), (kept.sum() / survival.sum())[None]])
 
 
+@accepts_yaml
 def judge(config: Config, *, json: bool = False) -> None:
     """Measure the calibration of a DSpark draft's confidence head on your prompts.
 

@@ -18,6 +18,7 @@ import torch
 
 from configs import schema
 from configs.hints import say_next
+from configs.load import accepts_yaml
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import duration, shard_size
@@ -29,7 +30,7 @@ from evaluation.costs.machine import ABOUT_TIMING, TIMING_S
 from evaluation.costs.stability import SKIP
 from heads.grid import specs
 from heads.training.command import epochs_of
-from lm import load_config, load_pair_tokenizer
+from lm import load_pair_tokenizer, model_config
 from lm.features.released import width_of
 from lm.pair import check_widths
 from store.shards import write_atomic
@@ -167,6 +168,7 @@ def _quoted(path: str) -> str:
     return path if re.fullmatch(r"[A-Za-z_][\w./-]*", path, re.ASCII) else json.dumps(path)
 
 
+@accepts_yaml
 def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
     """Estimate rows, tokens, forward passes, disk space and time of a run before running it.
 
@@ -191,7 +193,7 @@ def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
 
 def head_weights(config: schema.Config) -> int:
     """Weights of all heads of the grid."""
-    width = width_of(config.pair.draft) or load_config(config.pair.draft).get_text_config().hidden_size
+    width = width_of(config.pair.draft) or model_config(config.pair.draft).get_text_config().hidden_size
     with torch.device("meta"):
         return sum(spec.shape.head(width).num_parameters for spec in specs(config.heads))
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from configs.hints import say_next
+from configs.load import accepts_yaml
 from configs.schema import Config, DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.base import Policy
@@ -40,6 +41,7 @@ _WORTHWHILE = 3
 _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors")
 
 
+@accepts_yaml
 def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
     """Measure forward times on this machine, and what each kind of stop adds.
 

@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.batches.curves import BatchTimes
@@ -34,6 +35,7 @@ _BATCH_COLUMNS = {
 }
 
 
+@accepts_yaml
 def flags(
     config: Config,
     *,

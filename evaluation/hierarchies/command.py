@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.drafters.factory import PairModels
 from decode.experiment import BETWEEN, Experiment
@@ -29,6 +30,7 @@ _GIVEN = (0.02, 0.2)
 """t_micro and t_draft in target forwards, for a column at other times than this machine's."""
 
 
+@accepts_yaml
 def hierarchy(
     config: Config,
     *,

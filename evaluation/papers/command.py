@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from configs.load import accepts_yaml
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
@@ -18,6 +19,7 @@ from evaluation.papers.svip import svip_tables, tree_tables
 from evaluation.table import Table, printing, say
 
 
+@accepts_yaml
 def paper_tables(
     config: Config,
     *,

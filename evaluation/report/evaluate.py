@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from configs.load import accepts_yaml
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
@@ -46,6 +47,7 @@ from evaluation.tuning.calibration import calibrated_on
 from store.shards import write_atomic
 
 
+@accepts_yaml
 def evaluate(
     config: Config,
     *,

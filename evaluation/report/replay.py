@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from configs.hints import say_next
+from configs.load import accepts_yaml
 from configs.schema import Config
 from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
@@ -39,6 +40,7 @@ _COLUMNS = {
 }
 
 
+@accepts_yaml
 def replay_policy(config: Config, *, policy: str, ratio: float | None = None, json: bool = False) -> None:
     """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
 

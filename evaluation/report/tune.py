@@ -7,6 +7,7 @@ from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.registry import AUTO_TOKEN_PROB
@@ -32,6 +33,7 @@ _NUM_BRIEF = 3
 """The same within `all`."""
 
 
+@accepts_yaml
 def tune(
     config: Config, *, write: bool | None = None, ratio: float | None = None, all: bool = False, json: bool = False
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from configs.load import accepts_yaml
 from configs.schema import Config
 from evaluation.figure import panels_of
 from evaluation.table import Table, announce, printing, say, shown
@@ -29,6 +30,7 @@ _BLOCKS = {1: "tab:blue", 2: "tab:orange", 3: "tab:green", 5: "tab:red"}
 _CHEN = "interleaved (Chen)"
 
 
+@accepts_yaml
 def theory(
     config: Config,
     *,

@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from configs.hints import say_next
+from configs.load import accepts_yaml
 from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.prompt import row_id
@@ -253,6 +254,7 @@ def record_trace(
     return join_traces(traces)
 
 
+@accepts_yaml
 def trace(config: Config) -> None:
     """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
     folder = trace_folder(Experiment(config))

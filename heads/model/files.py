@@ -89,15 +89,17 @@ def record_export(root: Path, names: Iterable[str], *, run: str | None) -> None:
 
 
 def exported_heads(root: Path) -> tuple[list[Path], list[Path]]:
-    """Directories of the heads of the newest export into `root`, and those of earlier training runs. Without a record,
-    as of version 0.2.0, all are of the newest one.
+    """Directories of the heads of the newest export into `root` and of imported heads, and those of earlier training
+    runs. Without a record, as of version 0.2.0, all are of the newest one.
     """
     directories = sorted(path.parent for path in root.glob("**/config.json"))
     record = root / EXPORT_RECORD
     if not record.is_file():
         return directories, []
     names = set(read_json(record, remedy=_EXPORT, keys=("run", "heads"))["heads"])
-    newest = [directory for directory in directories if str(directory.relative_to(root)) in names]
+    newest = [
+        directory for directory in directories if str(directory.relative_to(root)) in names or _is_imported(directory)
+    ]
     return newest, [directory for directory in directories if directory not in newest]
 
 
@@ -108,6 +110,12 @@ def note_on_earlier(heads: Sequence[Path], root: Path) -> str:
         f"note: {root} also has heads of an earlier run ({names}), which evaluate and tune leave out; name them in "
         "decode.heads to compare them, or delete them"
     )
+
+
+def _is_imported(directory: Path) -> bool:
+    """Whether a head comes from `acceptance-heads import`, so that no training run has it in its record."""
+    training = read_json(directory / "config.json", remedy=_EXPORT).get("training")
+    return isinstance(training, dict) and "imported_from" in training
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import math
 import signal
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,6 +20,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException, SI
 from torch import Tensor
 
 from configs.hints import say_next
+from configs.load import load_config
 from configs.schema import Config, PairConfig
 from data_gen.pipeline import stages
 from data_gen.store.manifest import read_manifest, refuse_older
@@ -31,7 +32,7 @@ from heads.measures.report import by_set, save_plots, tables, verdict, write_met
 from heads.training.directory import RunDirectory
 from heads.training.sweep import Sweep
 from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
-from lm import FeatureDraft, check_width, load_config, load_model, load_pair, load_pair_tokenizer, vocab_size_of
+from lm import FeatureDraft, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
 from lm.features.released import released_layout_of
 from store.shards import list_shards, read_sidecar, write_atomic
 
@@ -44,15 +45,15 @@ _EPOCHS = (3, 30)
 _CPU = torch.device("cpu")
 
 
-def train(config: Config, *, resume: bool = True) -> dict[str, Any]:
+def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, Any]:
     """Train every head of a config, measure them on dev and test, and write tables, plots and metrics.
 
     Args:
-        config: the experiment; the run is written to heads.dir.
+        config: the experiment, or the path of its YAML; the run is written to heads.dir.
         resume: continue from the last checkpoint in heads.dir, if there is one of the same config; false: start over.
     """
     quiet()
-    config = settled(config)
+    config = settled(load_config(config, trainer=pl.Trainer))
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)
@@ -112,7 +113,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     data = FeatureData(config.data, config.heads, pair=config.pair)
     if data.is_online:
         model = load_model(config.pair.draft, device=device)
-        check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), load_config(config.pair.target)), "draft")
+        check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), model_config(config.pair.target)), "draft")
         draft = DraftFeatures(model)
     timings = dict.fromkeys(shape.timing for shape in grid(config.heads))
     facts = {

@@ -8,7 +8,7 @@ of a separate run would be.
 import copy
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -41,6 +41,7 @@ class Sweep(pl.LightningModule):
         best: weights of each head at its best calibrated KL on dev.
         history: one entry per validation: {step, epoch, metric: [value of each head]}.
         results: split, or split/set -> `heads.measures.evaluation.Result`, after `trainer.test`.
+        stopped_in: where the training of a loaded checkpoint stopped, such as "epoch 3 of 30"; None: it is complete.
     """
 
     best_kl: Tensor
@@ -85,6 +86,7 @@ class Sweep(pl.LightningModule):
         self.register_buffer("is_started", torch.tensor(False))
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
+        self.stopped_in: str | None = None
         self._draft = draft
         # no buffer: DDP would broadcast it before each step
         self._embedding = [] if embedding is None else [embedding]
@@ -257,9 +259,22 @@ class Sweep(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
+        checkpoint["num_steps"] = num_optimizer_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.history = checkpoint["history"]
+        self.stopped_in = self._position_in(checkpoint)
+
+    def _position_in(self, checkpoint: Mapping[str, int]) -> str | None:
+        """How far the training of a checkpoint was, such as "epoch 3 of 30"; None if it has all its steps."""
+        step = checkpoint["global_step"]
+        num_steps = checkpoint.get("num_steps", step)
+        if step >= num_steps:
+            return None
+        num_epochs = self.facts["provenance"]["training"].get("max_epochs")
+        if num_epochs is None:
+            return f"step {step:,} of {num_steps:,}"
+        return f"epoch {checkpoint['epoch'] + 1} of {num_epochs}"
 
     @torch.no_grad()
     def use_selected(self) -> None:

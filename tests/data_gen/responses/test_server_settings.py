@@ -12,10 +12,13 @@ from configs.schema import ModelSource, ServerConfig
 from data_gen.pipeline.command import make
 from data_gen.prompts.prompt import say_once
 from data_gen.responses.connection import client_of, key_for, proxy_of
-from data_gen.responses.server import Servers
+from data_gen.responses.exchange import Exchange, Problem, Request
+from data_gen.responses.server import CompletionsServer, Servers
 from data_gen.responses.settings import check_unsent, request_settings
+from data_gen.responses.text import Spelling
 from lm import Sampling
 from tests.data_gen.on_disk import with_data
+from tests.toys.answering import completion
 
 
 @pytest.mark.parametrize("file", [{}, {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.1, "typical_p": 0.5}])
@@ -82,6 +85,24 @@ def test_a_run_reads_the_targets_generation_config_and_reports_what_it_cannot_se
     say_once.cache_clear()
     make(served)
     assert capsys.readouterr().err.count("note: data.server.kind openai sends temperature and top_p") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "has_ids", "is_kept"),
+    [(2, False, True), (3, False, True), (0, False, True), (9, True, True), (1, False, False), (4, False, False)],
+)
+def test_a_text_of_another_number_of_tokens_than_were_generated_is_refused_and_ids_need_no_count(
+    served, server, tokenizer, num_generated, has_ids, is_kept
+):
+    """hi is two tokens and end-of-sequence, which servers count or leave out; 0: no count."""
+    ids = tokenizer("hi", add_special_tokens=False)["input_ids"]
+    status, reply = completion("hi", token_ids=ids if has_ids else None)
+    server.answer = lambda body, attempt: (status, reply | {"usage": {"completion_tokens": num_generated}})
+    source = CompletionsServer(
+        served.data.server, Spelling(tokenizer, frozenset({1})), model="m", sampling=Sampling(), max_new_tokens=4
+    )
+    [answer] = source.respond([Request("p", "x", tokenizer("x")["input_ids"])], 0, lambda count: None)
+    assert isinstance(answer, Exchange if is_kept else Problem)
 
 
 URL = "http://127.0.0.1:9/v1"

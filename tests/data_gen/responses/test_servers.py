@@ -241,6 +241,7 @@ def test_vllm_reads_the_very_ids_that_labels_use_and_others_that_add_a_second_bo
         ({"choices": 2}, "expected one choice"),
         ({"usage": {"prompt_tokens": 4}}, "read a prompt of 4 tokens (usage.prompt_tokens), but 5 were sent"),
         ({"truncated": True}, "the server truncated the prompt"),
+        ({"usage": {"completion_tokens": 4}}, "generated 4 tokens (usage.completion_tokens), but its text has 3 here"),
         ({"prompt_token_ids": [5]}, "read other prompt ids"),
         ({"finish_reason": "length", "usage": {"completion_tokens": 2}}, "cut the response after 2 of 4 tokens"),
     ],

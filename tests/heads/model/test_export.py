@@ -53,7 +53,9 @@ def test_exported_heads_score_as_the_sweep_does(trained: Run, tmp_path: Path):
         assert head.provenance.metrics["train_raw_kl"] == pytest.approx(float(kl), abs=1e-4)
 
 
-def test_only_heads_of_the_newest_run_in_the_folder_compete(copied: Config, capsys: pytest.CaptureFixture[str]):
+def test_only_heads_of_the_newest_run_in_the_folder_and_imported_ones_compete(
+    copied: Config, folder: Path, capsys: pytest.CaptureFixture[str]
+):
     def competing(**decode: object) -> list[str]:
         return sorted(Experiment(replace(copied, decode=DecodeConfig(**decode))).head_paths)
 
@@ -70,6 +72,9 @@ def test_only_heads_of_the_newest_run_in_the_folder_compete(copied: Config, caps
     assert competing(heads=(str(earlier),)) == ["fed-d8-w6"]
     record_export(path.parent, ["fed-d8-w6"], run="another")
     assert competing() == ["fed-d8-w6"]
+    write_official(folder, 1)
+    import_(copied, source=str(folder), out=str(path.parent / "theirs"), reject_weight=6.0)
+    assert competing() == ["fed-d8-w6", "theirs"]
 
 
 def test_best_is_one_head_of_each_kind_and_a_name_is_one_head(trained: Run, tmp_path: Path):

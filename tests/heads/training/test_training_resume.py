@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -18,6 +20,7 @@ import torch
 
 from configs.schema import Config
 from heads.command import export
+from heads.model.head import AcceptanceHead
 from heads.training.command import train
 from heads.training.trainer import WholeCheckpoints
 from tests.cases import first_fast
@@ -75,6 +78,38 @@ def test_an_interrupted_run_ends_in_the_very_weights_of_an_uninterrupted_one(
     torch.testing.assert_close(resumed, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "position"),
+    [({"max_epochs": 3}, "epoch 2 of 3"), ({"max_epochs": -1, "max_steps": 20}, "step 12 of 20")],
+)
+def test_heads_of_an_interrupted_training_say_where_it_stopped(data_dir, tmp_path, capsys, trainer, position):
+    config = make_config(data_dir, tmp_path, trainer=trainer, checkpoint_every_n_steps=1000)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        train(replace(config, trainer=config.trainer | {"callbacks": [StopAfter(12)]}))
+    with pytest.raises(ValueError, match="--head best needs val_metrics"):
+        export(config, head="best")
+    capsys.readouterr()
+    [path] = export(config, head="fed-d2-w6")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"warning: these heads are unfinished and were not measured: their training stopped in {position}"
+    )
+    assert AcceptanceHead.from_pretrained(path).provenance.training["stopped_in"] == position
+    assert f"**Unfinished:** its training stopped in {position}." in (path / "README.md").read_text()
+    earlier = shutil.copy(tmp_path / "last.ckpt", tmp_path / "earlier.ckpt")
+    train(config)
+    [path] = export(config, head="fed-d2-w6", force=True)
+    finished = AcceptanceHead.from_pretrained(path).provenance
+    assert "stopped_in" not in finished.training
+    assert finished.metrics["auroc"] > 0
+    assert "Unfinished" not in (path / "README.md").read_text()
+    [path] = export(config, head="fed-d2-w6", checkpoint=str(earlier))
+    unfinished = AcceptanceHead.from_pretrained(path).provenance
+    assert (unfinished.metrics, unfinished.training["stopped_in"]) == ({}, position), (
+        "metrics are those of other weights"
+    )
+
+
 @pytest.fixture(scope="module")
 def whole(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config = make_config(data_dir, tmp_path_factory.mktemp("whole"), trainer={"max_epochs": EPOCHS})
@@ -113,6 +148,9 @@ def test_a_run_that_got_a_signal_ends_in_the_very_heads_of_an_undisturbed_one(
     assert run.wait(timeout=120) == (-signal.SIGKILL if kind == signal.SIGKILL else 128 + signal.SIGTERM)
     step = saved(tmp_path / "run")["global_step"]
     assert 0 < step < 8 * EPOCHS, f"the signal came outside the run, at step {step}"
+    [unfinished] = export(config, head="fed-d2-w6")
+    position = AcceptanceHead.from_pretrained(unfinished).provenance.training["stopped_in"]
+    assert re.fullmatch(rf"epoch \d+ of {EPOCHS}", position)
     train_by_command(config, tmp_path)
     assert exported(config) == whole
     assert not list(tmp_path.rglob("hpc_ckpt*"))
