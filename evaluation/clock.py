@@ -74,12 +74,16 @@ class PrimedModel(CachedModel):
             self.feed(prompt_ids[:-1])
         self._num_primed = len(prompt_ids) - 1
 
-    def reset(self) -> None:
+    def reset(self, num_tokens: int = 0) -> None:
         """Go back to the end of the prompt."""
         if self._num_primed:
             self.roll_back(self._num_primed)
         else:
-            super().reset()
+            super().reset(num_tokens)
+
+    def forget(self, length: int) -> None:
+        """Keep the copies that a return to the end of the prompt needs."""
+        super().forget(min(length, self._num_primed or length))
 
 
 class PrimedLoop(Loop):

@@ -40,34 +40,35 @@ class BatchRow(CachedModel):
         self.row, self._batch = row, batch
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, num_tokens: int = 0) -> None:
         self._length, self._rope_switch = 0, rope_switch_of(self.model)
 
     def roll_back(self, length: int) -> None:
         self._length = min(self._length, length)
 
     def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Logits:
-        return self._batch.feed([self], [new_tokens], [num_rows])[0]
+        return self._batch.feed([self], [new_tokens], [num_rows])
 
 
 class BatchModel:
     """`rows` of a batch, and forwards of any of them together."""
 
-    def __init__(self, cached: CachedModel, num_rows: int) -> None:
-        """At most `num_rows` sequences in the model of `cached`; ValueError if rows cannot be rolled back alone."""
+    def __init__(self, cached: CachedModel, num_rows: int, num_tokens: int = 1) -> None:
+        """Args:
+        cached: a model of one sequence, with the same model and settings, that `batch_of` has checked.
+        num_rows: number of sequences.
+        num_tokens: tokens of the longest sequence and its draft; what is cached of a longer one is copied as it grows.
+        """
         self.model, self.vocab_size = cached.model, cached.vocab_size
         self.device = device_of(self.model)  # `cached` knows where the model was at its last reset
-        self._num_rows = max(num_rows, 2)
-        self._cache = make_cache(self.model, 1)
-        self.rows = [BatchRow(self, row, cached) for row in range(self._num_rows)]
-        check_batch(cached, self)
-        for row in self.rows:
-            row.reset()
-        del self.rows[num_rows:]
+        self._cache = make_cache(self.model, num_tokens + _MAX_EXTRA + 1)
+        self.rows = [BatchRow(self, row, cached) for row in range(num_rows)]
 
     @torch.inference_mode()
-    def feed(self, rows: Sequence[BatchRow], new_tokens: Texts, num_logits: Sequence[int]) -> list[Logits]:
-        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many; `num_logits` of each."""
+    def feed(self, rows: Sequence[BatchRow], new_tokens: Texts, num_logits: Sequence[int]) -> Logits:
+        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many: `num_logits` of each, one
+        row's after another's.
+        """
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"
             row._check_side(len(row) + len(tokens) - num, len(row) + len(tokens))
@@ -81,23 +82,27 @@ class BatchModel:
                 fed[index] = fed[index][-num_logits[index] :]
         return self._feed(rows, fed, num_logits)
 
-    def _feed(self, rows: Sequence[BatchRow], fed: Texts, num_logits: Sequence[int]) -> list[Logits]:
+    def _feed(self, rows: Sequence[BatchRow], fed: Texts, num_logits: Sequence[int]) -> Logits:
         """One forward: the logits after the last tokens of each row, whose hidden states the row keeps."""
         width = max(map(len, fed))
-        ids = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in fed], device=self.device)
-        starts = torch.tensor([[len(row)] for row in rows], device=self.device)
+        num_padded = max(map(len, rows)) + width
+        last = _last(list(map(len, fed)), num_logits, width)
+        sent: list[int] = []  # in one upload
         for row, tokens in zip(rows, fed, strict=True):
+            sent += [row.row, len(row), len(tokens), *tokens, *[0] * (width - len(tokens))]
             row._length += len(tokens)
+        table, indices = torch.tensor(sent + last, device=self.device).split([len(sent), len(last)])
+        numbers, starts, lengths, ids = table.view(len(rows), -1).split([1, 1, 1, width], dim=1)
         end = max(map(len, rows))
-        ends = torch.tensor([[len(row)] for row in rows], device=self.device)
         positions = starts + torch.arange(width, device=self.device)
-        feed = RowFeed([row.row for row in rows], positions, end, self._num_rows)
+        are_first = [row.row for row in rows] == list(range(len(rows)))
+        feed = RowFeed(numbers.flatten(), are_first, positions, end, num_padded, len(self.rows))
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
         inputs = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
-        inputs["position_ids"] = positions.minimum(ends - 1)  # padding may lie beyond the last position
+        # padding may lie beyond the last position
+        inputs["position_ids"] = positions.minimum(starts + lengths - 1)
         inputs["attention_mask"] = additive(visible(positions, end), self.model.dtype)[:, None]
-        indices = torch.tensor(_last(list(map(len, fed)), num_logits, width), dtype=torch.long)
         if (parts := body_and_lm_head(self.model)) is not None:
             states = parts[0](**inputs).last_hidden_state
             hidden = states.flatten(0, 1)[indices.to(states.device)]
@@ -108,7 +113,13 @@ class BatchModel:
             hidden, logits = (values.flatten(0, 1)[indices.to(values.device)] for values in both)
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
-        return list(logits[:, : self.vocab_size].split(list(num_logits)))
+        return logits[:, : self.vocab_size]
+
+
+def batch_of(cached: CachedModel, num_rows: int, num_tokens: int) -> BatchModel:
+    """A `BatchModel` of these arguments; ValueError if rows of the model cannot be rolled back alone."""
+    check_batch(cached, BatchModel)
+    return BatchModel(cached, num_rows, num_tokens)
 
 
 def _last(num_fed: Sequence[int], num_logits: Sequence[int], width: int) -> list[int]:

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
@@ -27,9 +26,11 @@ further than the others means going back to the prompt.
 class RowFeed(NamedTuple):
     """Where a forward of rows of different lengths writes, the same in every layer."""
 
-    rows: list[int]  # row of the buffer of each sequence that is fed
+    rows: Int[Tensor, " row"]  # row of the buffer of each sequence that is fed
+    are_first: bool  # they are the buffer's first rows, in order, which need not be copied
     positions: Int[Tensor, "row fed"]  # of each token, padding included
     end: int  # positions that the queries are shown; the mask hides those beyond a row's own length
+    num_padded: int  # positions that are written, padding included
     num_rows: int  # of the buffer
 
 
@@ -67,17 +68,15 @@ class BufferLayer(DynamicLayer):
         return self._view()
 
     def _update_rows(self, feed: RowFeed, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        needed = feed.end + feed.positions.shape[1]  # padding is written too, at most a width beyond the last token
         self._prepare(feed.num_rows, key_states, value_states)
-        if needed > self.capacity:
-            self._make_room(needed, self.capacity)
-        rows = torch.tensor(feed.rows, device=key_states.device)
+        if feed.num_padded > self.capacity:
+            self._make_room(feed.num_padded, self.capacity)
+        rows = feed.rows.to(key_states.device)
         positions = feed.positions.to(key_states.device)
-        are_first = feed.rows == list(range(len(rows)))  # then they need not be copied
         for buffer, states in ((self._keys, key_states), (self._values, value_states)):
             buffer[rows[:, None], :, positions] = states.transpose(1, 2)
         keys, values = self._keys[:, :, : feed.end], self._values[:, :, : feed.end]
-        return (keys[: len(rows)], values[: len(rows)]) if are_first else (keys[rows], values[rows])
+        return (keys[: len(rows)], values[: len(rows)]) if feed.are_first else (keys[rows], values[rows])
 
     def get_seq_length(self) -> int:
         """Positions held; 0 while rows differ in length, since models are then given positions and a mask."""
@@ -146,11 +145,13 @@ class BufferLayer(DynamicLayer):
 
     def _make_room(self, needed: int, filled: int) -> None:
         """Move the `filled` positions to the front, into larger buffers if they must hold more than their capacity."""
-        while self.capacity < needed:
-            self.capacity *= 2
+        capacity = self.capacity
+        while capacity < needed:
+            capacity *= 2
         parts = [buffer.narrow(2, self.first, filled) for buffer in (self._keys, self._values)]
-        self._keys, self._values = (functional.pad(part, (0, 0, 0, self.capacity - filled)) for part in parts)
+        self._keys, self._values = (functional.pad(part, (0, 0, 0, capacity - filled)) for part in parts)
         self.first = 0
+        self.capacity = capacity  # only now: the buffers stay as they were if there is no memory for larger ones
 
     def _view(self) -> tuple[Tensor, Tensor]:
         self.keys = self._keys.narrow(2, self.first, self.length)
@@ -199,6 +200,11 @@ class Snapshots:
         if len(self._copies) == _MAX_SNAPSHOTS:
             del self._copies[2]
         self._copies.append((length, [_state_of(layer) for layer in self._layers]))
+
+    def forget(self, length: int) -> None:
+        """Drop the copies that only a return to fewer than `length` tokens would need."""
+        while len(self._copies) > 1 and self._copies[1][0] <= length:
+            del self._copies[0]
 
     def restore(self, length: int) -> int | None:
         """Restore the last copy of at most `length` tokens: its length, or None if there is no such copy."""

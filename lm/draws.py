@@ -11,7 +11,7 @@ neither on the device, nor on the order of shards, nor on how rows are batched, 
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Protocol, runtime_checkable
 
@@ -63,11 +63,15 @@ class RandomSampler(Sampler):
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
         """The id at which the distribution function first exceeds a uniform; ValueError for NaN (`inverted`)."""
-        token = _inverted_on_cpu(dist, next(self._tokens)) if dist.is_cpu else int(self.draw(dist))
+        token = _inverted_on_cpu(dist, self.uniform()) if dist.is_cpu else int(self.draw(dist))
         return refuse_no_token(token, dist)
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        return inverted(dist, next(self._tokens))
+        return inverted(dist, self.uniform())
+
+    def uniform(self) -> float:
+        """The uniform that decides the next token."""
+        return next(self._tokens)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
         """Length of the accepted prefix; token i passes while uniform < acceptance_probs[i] (strict: 0 never does)."""
@@ -133,6 +137,21 @@ def _inverted_on_cpu(dist: Float[Tensor, " vocab"], uniform: float) -> int:
     if index == len(within):  # both sums are rounded: the block's last token that has a probability
         index = int(within.searchsorted(within[-1]))
     return block * _BLOCK + index
+
+
+def draw_rows(
+    dists: Sequence[Float[Tensor, " vocab"]] | Float[Tensor, "rows vocab"], draws: Sequence[Sampler]
+) -> Int[Tensor, " rows"]:
+    """One token of each distribution, each by its own draws, on the device of the distributions; the width, which is no
+    token, for NaN.
+    """
+    if not dists[0].is_cpu:
+        random = [each for each in draws if isinstance(each, RandomSampler)]
+        if len(draws) == len(random) > 1:
+            uniform = torch.tensor([[each.uniform()] for each in random], dtype=torch.float64)
+            return inverted(torch.stack([*dists]), uniform).flatten()
+        return torch.cat([each.draw(dist) for each, dist in zip(draws, dists, strict=True)])
+    return torch.tensor([each.token(dist) for each, dist in zip(draws, dists, strict=True)])
 
 
 def draw(probs: Float[Tensor, "position vocab"], uniform: Float[Tensor, " position"]) -> Int[Tensor, " position"]:

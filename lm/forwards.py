@@ -128,8 +128,9 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def output_device_of(model: PreTrainedModel) -> torch.device:
-    """The device that takes final hidden states, that of the LM head."""
-    return next(lm_head_of(model).parameters()).device
+    """The device that takes final hidden states, that of the LM head; of a model without one, that of its ids."""
+    head = model.get_output_embeddings()
+    return device_of(model) if head is None else next(head.parameters()).device
 
 
 def num_logits_of(model: PreTrainedModel) -> int:

@@ -96,21 +96,26 @@ def additive(mask: Visible, dtype: torch.dtype) -> Float[Tensor, "*batch fed cac
     return torch.full(mask.shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
 
 
-def tree_feed(tree: Tree, num_cached: int, num_text: int, *, num_pending: int = 0) -> tuple[Fed, Mask]:
-    """(positions, mask), on the CPU, of a forward of the end of a text and of the nodes that come after a tree's first
-    `num_cached`. `num_pending` tokens of the text, which has `num_text`, are fed before them.
+def tree_feed(
+    tree: Tree, num_cached: int, num_text: int, *, pending: Sequence[int] = (), device: torch.device | str = "cpu"
+) -> tuple[Fed, Fed, Mask]:
+    """(ids, positions, mask) of a forward of the end of a text and of the nodes that come after a tree's first
+    `num_cached`; they reach the device in one transfer. `pending`, the last tokens of the text, which has `num_text`,
+    are fed before them.
 
     With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
     and the rows of the mask 11100, 11110 and 11101.
     """
-    ancestors, depths = tree.ancestors()[num_cached:], tree.depths[num_cached:]
+    ancestors = tree.ancestors()[num_cached:]
+    num_pending = len(pending)
     # numpy's calls on so few numbers take half as long as torch's
-    pending, new = np.arange(num_text - num_pending, num_text), num_text - 1 + np.asarray(depths, dtype=np.int64)
-    positions = np.concatenate([pending, new])
-    mask = np.zeros((len(positions), num_text + ancestors.shape[1]), dtype=bool)
-    mask[:, :num_text] = np.arange(num_text) <= positions[:, None]
-    mask[num_pending:, num_text:] = ancestors
-    return torch.from_numpy(positions), torch.from_numpy(mask)
+    table = np.zeros((num_pending + len(ancestors), 2 + len(tree)), dtype=np.int64)
+    table[:, 0] = [*pending, *tree.tokens[num_cached:]]
+    table[:num_pending, 1] = np.arange(num_text - num_pending, num_text)
+    table[num_pending:, 1] = num_text - 1 + np.asarray(tree.depths[num_cached:], dtype=np.int64)
+    table[num_pending:, 2:] = ancestors
+    sent = torch.from_numpy(table).to(device)
+    return sent[:, 0], sent[:, 1], visible(sent[:, 1], num_text, sent[:, 2:].bool())
 
 
 class BranchMask:

@@ -44,8 +44,10 @@ class CachedModel:
     one_token_at_a_time = False
     """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
     session: Any = None
+    with_hidden = False
     holds_trees = False
     _tree = EMPTY  # the nodes that are in the cache
+    _snapshots: Snapshots | None = None
     recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads, whose module imports this one
 
     def __init__(
@@ -64,14 +66,14 @@ class CachedModel:
         hold a tree, or that lacks hidden states or features.
         """
         forwards.refuse_training(model)
-        self.model, self.vocab_size, self.with_hidden, self.recorder = model, vocab_size, with_hidden, recorder
+        self.model, self.vocab_size, self.recorder = model, vocab_size, recorder
         self.hidden: Float[Tensor, "rows hidden"] | None = None
         if with_hidden:
-            forwards.lm_head_of(model)
+            self.keep_hidden()
         self.holds_trees = holds_trees
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
         self._parameters = signature(type(model).forward).parameters
-        self._make_cache()
+        self._make_cache(CAPACITY)
         self.reset()
         check_cache(self)
         if holds_trees:
@@ -83,8 +85,10 @@ class CachedModel:
 
     @property
     def output_device(self) -> torch.device:
-        """Device of logits and hidden states, which differs if the model is spread over several devices."""
-        return forwards.output_device_of(self.model)
+        """Device of logits and hidden states, which differs from `device` if the model is spread over several devices;
+        accelerate's hook on the model brings logits back to it.
+        """
+        return self.device if hasattr(self.model, "_hf_hook") else forwards.output_device_of(self.model)
 
     @property
     def hidden_size(self) -> int:
@@ -124,19 +128,39 @@ class CachedModel:
         """Input embeddings, on the device of `tokens`."""
         return self.model.get_input_embeddings()(tokens.to(self.device)).to(tokens.device)
 
-    def reset(self) -> None:
-        """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed."""
+    def keep_hidden(self) -> None:
+        """Keep final hidden states from now on (`with_hidden`); ValueError if the model has none."""
+        forwards.lm_head_of(self.model)
+        self.with_hidden = True
+
+    def reset(self, num_tokens: int = 0) -> None:
+        """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed. Room for
+        `num_tokens` is made at once: a longer text may be fed, but what the cache holds is copied as it grows.
+        """
         self.device = forwards.device_of(self.model)
         self._single = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._positions = torch.arange(CAPACITY, device=self.device)[None]
+        self._positions = torch.arange(max(num_tokens, CAPACITY), device=self.device)[None]
         self._rope_switch = rope_switch_of(self.model)
         self._parts = forwards.body_and_lm_head(self.model)
-        self.roll_back(0)
-        if self._snapshots is not None:
-            self._make_cache()
+        if self.holds_trees:
+            num_tokens += CAPACITY  # for the nodes of a tree
+        self._length = 0
+        self._tree = EMPTY
+        if self._snapshots is not None or num_tokens > self._capacity:
+            self._make_cache(max(num_tokens, self._capacity))
+        for layer in self._buffers:  # also what a forward left that has failed
+            layer.roll_back(0)
+        if self.recorder is not None:
+            self.recorder.reset(num_tokens)
 
-    def _make_cache(self) -> None:
-        self.cache = make_cache(self.model, CAPACITY)
+    def forget(self, length: int) -> None:
+        """Allow the cache to drop copies that only a return to fewer than `length` tokens would need."""
+        if self._snapshots is not None:
+            self._snapshots.forget(length)
+
+    def _make_cache(self, capacity: int) -> None:
+        self._capacity = capacity
+        self.cache = make_cache(self.model, capacity)
         layers = self.cache.layers
         self._buffers = [layer for layer in layers if isinstance(layer, BufferLayer)]
         self._counted = [(index, layer) for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
@@ -154,7 +178,7 @@ class CachedModel:
         if self._snapshots is not None:
             restored = self._snapshots.restore(length)
             if restored is None:
-                self._make_cache()
+                self._make_cache(self._capacity)
                 return
             length = restored
         for layer in self._buffers:
@@ -188,12 +212,9 @@ class CachedModel:
         if len(new_tokens) > _MAX_PENDING:
             self.feed(new_tokens[:-1])
             new_tokens = new_tokens[-1:]
-        ids = [*new_tokens, *tree.tokens[num_cached:]]
-        positions, mask = tree_feed(tree, num_cached, num_text, num_pending=len(new_tokens))
+        ids, positions, mask = tree_feed(tree, num_cached, num_text, pending=new_tokens, device=self.device)
         inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self.model.dtype)[None, None]}
-        inputs = {name: value.to(self.device) for name, value in inputs.items()}
-        num_rows = len(tree) - num_cached + bool(new_tokens)
-        logits = self._feed(torch.tensor([ids], device=self.device), inputs, num_rows)
+        logits = self._feed(ids[None], inputs, len(tree) - num_cached + bool(new_tokens))
         self._tree = tree
         return logits
 
@@ -201,7 +222,7 @@ class CachedModel:
     def keep(self, path: Sequence[int]) -> None:
         """Append the nodes of this path to the text, and drop the other nodes."""
         length = len(self) - len(self._tree)
-        entries = torch.tensor(path, dtype=torch.long) + length
+        entries = torch.tensor([length + node for node in path], dtype=torch.long, device=self.device)
         for layer in self._buffers if self.recorder is None else [*self._buffers, self.recorder.buffer]:
             layer.keep_entries(length, entries)
         self._length, self._tree = length + len(path), EMPTY
@@ -216,8 +237,7 @@ class CachedModel:
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Logits:
         if not (self.one_token_at_a_time and len(fed) > 1):
-            ids = self._single.fill_(fed[0]) if len(fed) == 1 else torch.tensor([fed], device=self.device)
-            return self._feed(ids, self._next_positions(len(fed)), num_rows)
+            return self._feed(self._ids_of(fed), self._next_positions(len(fed)), num_rows)
         # the prompt at once, as `generate` feeds it, and what was drafted after it one by one
         num_first = 1 if self._length > 0 else len(fed) - num_rows + 1
         steps = []
@@ -227,6 +247,14 @@ class CachedModel:
         logits, hidden = zip(*steps[-num_rows:], strict=True)
         self.hidden = None if self.hidden is None else torch.cat(hidden)
         return torch.cat(logits)
+
+    def _ids_of(self, tokens: Sequence[int]) -> Int[Tensor, "1 fed"]:
+        """On the device: one or two as numbers of a launch, which waits for nothing, more in a transfer."""
+        if len(tokens) == 1:
+            return self._single.fill_(tokens[0])
+        if len(tokens) == 2 and self.device.type != "cpu":
+            return torch.cat([torch.full_like(self._single, token) for token in tokens], dim=1)
+        return torch.tensor([tokens], device=self.device)
 
     def _next_positions(self, num_fed: int) -> dict[str, Tensor]:
         end = self._length + num_fed
@@ -263,7 +291,9 @@ class CachedModel:
             [forwards.lm_head_of(self.model)] if self.with_hidden else [], inputs=True
         ) as head_inputs:
             logits = self.model(input_ids=ids, use_cache=True, **settings).logits[0, -num_rows:]
-        self.hidden = head_inputs.get(0)
+        hidden = head_inputs.get(0)
+        # accelerate's hook on the model brings back its logits, but not what the LM head has read
+        self.hidden = None if hidden is None else hidden.to(logits.device)
         return logits, None
 
     def accepted(self, **settings: Any) -> dict[str, Any]:

@@ -107,11 +107,11 @@ def check_tree(cached: Cached) -> None:
     _check_full_attention(cached, "nodes of a tree", partial(_tree_feeds, cached), refusal)
 
 
-def check_batch(cached: Cached, batch: Any) -> None:
-    """Raise ValueError unless rows of `batch`, a `BatchModel`, have the logits that each has alone, in `cached`."""
+def check_batch(cached: Cached, batch_class: Callable[[Cached, int], Any]) -> None:
+    """Raise ValueError unless the rows of a `BatchModel` have the logits that each has alone, in `cached`."""
     remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
     refusal = refusal_of(cached.model, "be decoded in batches", remedy)
-    _check_full_attention(cached, "rows of different lengths", partial(_batch_feeds, cached, batch), refusal)
+    _check_full_attention(cached, "rows of different lengths", partial(_batch_feeds, cached, batch_class), refusal)
 
 
 def _check_full_attention(cached: Cached, way: str, plan: Plan, refusal: Refusal) -> None:
@@ -202,15 +202,15 @@ def _tree_feeds(cached: Cached, seed: int) -> Feeds:
         yield logits, cached.feed([*text, *tree.tokens_of(nodes)])
 
 
-def _batch_feeds(cached: Cached, batch: Any, seed: int) -> Feeds:
+def _batch_feeds(cached: Cached, batch_class: Callable[[Cached, int], Any], seed: int) -> Feeds:
     """(logits of a row of a batch, those of its text alone), for every row of every feed."""
-    rows = batch.rows[:2]
+    batch = batch_class(cached, 2)
     for plan in _BATCH:
         texts = [ids_of_plan(cached.model, tokens, seed) for _, tokens in plan]
-        for row, (num_kept, _) in zip(rows, plan, strict=True):
+        for row, (num_kept, _) in zip(batch.rows, plan, strict=True):
             row.roll_back(num_kept)
-        new_tokens = [text[len(row) :] for row, text in zip(rows, texts, strict=True)]
-        for text, logits in zip(texts, batch.feed(rows, new_tokens, [1, 1]), strict=True):
+        new_tokens = [text[len(row) :] for row, text in zip(batch.rows, texts, strict=True)]
+        for text, logits in zip(texts, batch.feed(batch.rows, new_tokens, [1, 1]).split(1), strict=True):
             cached.reset()
             yield logits, cached.feed(text)
 

@@ -10,6 +10,7 @@ Nothing stores it; readers count. The prompt is left out: its length would hide 
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -36,16 +37,91 @@ def upcast(values: Tensor) -> Tensor:
     return values if values.itemsize >= 4 else values.float()
 
 
+class Normalised:
+    """Logits and their softmax, from which all signals are read: the softmax is computed once.
+
+    Attributes:
+        logits: of q, in float32 or wider.
+        probs: softmax(logits).
+        max_prob: max_v q(v).
+        log_total: log sum_v exp(logit_v), so that log q(v) = logit_v - log_total.
+    """
+
+    def __init__(self, logits: Logits, probs: Logits | None = None) -> None:
+        """`probs`: softmax(logits), if it is known; it is changed and restored while a signal is computed."""
+        self.logits = upcast(logits)
+        self._odds: tuple[Ids, Numbers] | None = None
+        if probs is not None:
+            self.probs = probs
+
+    @cached_property
+    def probs(self) -> Logits:
+        return self.logits.softmax(-1)
+
+    @cached_property
+    def best(self) -> Ids:
+        """The most probable token."""
+        if self.probs.is_cpu:  # where torch's search takes as long as a softmax, and numpy's a tenth of it
+            return torch.from_numpy(np.asarray(array_of(self.probs).argmax(-1)))
+        return self.probs.argmax(-1)
+
+    @cached_property
+    def max_prob(self) -> Numbers:
+        return _at(self.probs, self.best)
+
+    @cached_property
+    def log_total(self) -> Numbers:
+        return _at(self.logits, self.best) - self.max_prob.log()  # of a token whose probability is never 0
+
+    @cached_property
+    def entropy(self) -> Numbers:
+        """H = log_total - sum_v q(v) logit_v >= 0, in nats."""
+        return (self.log_total - self.mean(self.logits)).clamp_min(0.0)  # rounding would bring it below 0
+
+    def mean(self, values: Logits) -> Numbers:
+        """sum_v q(v) values_v, where an impossible token adds nothing even if its value is -inf."""
+        if self.probs.is_cpu:  # where torch would keep all products in memory
+            width = values.shape[-1]
+            rows = zip(array_of(self.probs).reshape(-1, width), array_of(values).reshape(-1, width), strict=True)
+            with np.errstate(invalid="ignore"):
+                means = torch.tensor([probs.dot(row) for probs, row in rows], dtype=values.dtype)
+            if not means.isnan().any():
+                return means.view(values.shape[:-1])
+        return torch.linalg.vecdot(self.probs, values.clamp_min(torch.finfo(values.dtype).min))
+
+    def log_odds(self, token: Ids) -> Numbers:
+        """log(q(y) / (1 - q(y))), unclamped; the last one is kept for other signals of the same token.
+
+        1 - q(y) is the sum over the other tokens, so it is not lost where q(y) rounds to 1; without other tokens it is
+        0 and the result infinite.
+        """
+        if self._odds is None or self._odds[0] is not token:
+            index = token.unsqueeze(-1)
+            prob = self.probs.gather(-1, index)
+            self.probs.scatter_(-1, index, 0.0)  # a copy of all rows would cost more than all else
+            rest = self.probs.sum(-1)
+            self.probs.scatter_(-1, index, prob)
+            prob = prob.squeeze(-1)
+            log_prob = _at(self.logits, token) - self.log_total
+            odds = torch.where(prob > 0.5, (prob / rest).log(), log_prob - torch.log1p(-prob))
+            self._odds = token, odds
+        return self._odds[1]
+
+
+def _at(values: Logits, token: Ids) -> Numbers:
+    return values.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
 def entropy(logits: Logits) -> Numbers:
     """H = -sum_v softmax(logits)_v log softmax(logits)_v >= 0, in nats, float32 or wider."""
-    log_probs = upcast(logits).log_softmax(-1)
-    return -(log_probs.exp() * log_probs.clamp_min(-1e4)).sum(-1).clamp_max(0.0)  # else -1e-7 for a near-certain token
+    return Normalised(logits).entropy
 
 
 def cross_entropy(q_logits: Logits, p_logits: Logits) -> Numbers:
     """H(q, p) = -sum_v q_v log p_v >= H(q), in nats, float32 or wider. SVIP (2411.18462) bounds acceptance by it."""
-    q, log_p = upcast(q_logits).log_softmax(-1).exp(), upcast(p_logits).log_softmax(-1)
-    return -(q * log_p.clamp_min(-1e4)).sum(-1)
+    p = Normalised(p_logits)
+    logits = p.logits.clamp_min(p.log_total.unsqueeze(-1) - 1e4)  # of tokens that are impossible under p
+    return p.log_total - Normalised(q_logits).mean(logits)
 
 
 class Scalar(NamedTuple):
@@ -55,27 +131,18 @@ class Scalar(NamedTuple):
     """Its formula as model cards print it."""
     reads_token: bool
     """Whether it depends on y. If not, it is known before y is drawn, so a prefix head may read it."""
-    formula: Callable[[Rows, Ids], Float[Tensor, " position"]]
-    """From logits of q in float32 or wider and y (`POSITION`: response tokens before y), position by position."""
+    formula: Callable[[Normalised, Ids], Float[Tensor, " position"]]
+    """From logits and probabilities of q, and y (`POSITION`: response tokens before y), position by position."""
 
 
-def _top_prob(logits: Tensor, _: Tensor) -> Tensor:
+def _top_prob(q: Normalised, _: Ids) -> Numbers:
     """max_v q(v) / (sum of the ten largest q(v))."""
-    largest = logits.topk(min(_NUM_TOP, logits.shape[-1]), dim=-1).values
-    return (largest - largest[..., :1]).exp().sum(-1).reciprocal()
+    largest = q.probs.topk(min(_NUM_TOP, q.probs.shape[-1]), dim=-1).values
+    return largest[..., 0] / largest.sum(-1)
 
 
-def _log_odds(logits: Tensor, ids: Tensor) -> Tensor:
-    """log(q(v) / (1 - q(v))) of one token per position, unclamped. 1 - q(v) is the sum over the other tokens, so it is
-    not lost where q(v) rounds to 1; without other tokens it is 0 and the result infinite.
-    """
-    index = ids.unsqueeze(-1)
-    others = logits.scatter(-1, index, -torch.inf).logsumexp(-1)
-    return logits.gather(-1, index).squeeze(-1) - others
-
-
-def _logit_of_max(logits: Tensor, _: Tensor) -> Tensor:
-    return _log_odds(logits, logits.argmax(-1)).clamp(max=LARGEST_LOGIT)
+def _clamped(log_odds: Numbers) -> Numbers:
+    return log_odds.clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
 
 
 def logit_of_log(log_prob: Numbers) -> Numbers:
@@ -83,20 +150,18 @@ def logit_of_log(log_prob: Numbers) -> Numbers:
     for a stored `log_token_prob`, but not for the difference of two larger numbers in float32.
     """
     log_prob = log_prob.clamp(max=0.0)
-    return (log_prob - torch.log(-torch.expm1(log_prob))).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    return _clamped(log_prob - torch.log(-torch.expm1(log_prob)))
 
 
 SCALARS = {
-    "log_token_prob": Scalar("log q(y)", True, lambda logits, y: logsigmoid(_log_odds(logits, y))),
-    "entropy": Scalar("H(q)", False, lambda logits, _: entropy(logits)),
-    "logit_token_prob": Scalar(
-        "logit q(y)", True, lambda logits, y: _log_odds(logits, y).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    ),
-    "logit_max_prob": Scalar("logit max q", False, _logit_of_max),
-    POSITION: Scalar("log(1 + response tokens before y)", False, lambda logits, count: count.to(logits.dtype).log1p()),
+    "log_token_prob": Scalar("log q(y)", True, lambda q, y: logsigmoid(q.log_odds(y))),
+    "entropy": Scalar("H(q)", False, lambda q, _: q.entropy),
+    "logit_token_prob": Scalar("logit q(y)", True, lambda q, y: _clamped(q.log_odds(y))),
+    "logit_max_prob": Scalar("logit max q", False, lambda q, _: _clamped(q.log_odds(q.best))),
+    POSITION: Scalar("log(1 + response tokens before y)", False, lambda q, count: count.to(q.logits.dtype).log1p()),
 }
 """Every scalar that a head can read, by name."""
-_OF_POLICIES = {"max_prob": lambda logits, _: (logits.amax(-1) - logits.logsumexp(-1)).exp(), "top_prob": _top_prob}
+_OF_POLICIES = {"max_prob": lambda q, _: q.max_prob, "top_prob": _top_prob}
 """Signals that only policies read: max_v q(v), and its share of the ten largest q(v)."""
 
 
@@ -106,18 +171,17 @@ def stored_scalars() -> tuple[str, ...]:
 
 
 def signals_of(
-    logits: Rows, token: Ids, names: Iterable[str] | None = None, count: Ids | None = None
+    q: Normalised, token: Ids, names: Iterable[str] | None = None, count: Ids | None = None
 ) -> dict[str, Float[Tensor, " position"]]:
     """The named signals of drawn tokens (None: the stored scalars), from the draft's logits before truncation and
     temperature; `POSITION` needs `count`, the tokens of the response before each token.
     """
-    logits = upcast(logits)
     columns: dict[str, Tensor] = {}
     for name in stored_scalars() if names is None else names:
         formula = _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula
         given = count if name == POSITION else token
         assert given is not None, f"{POSITION} needs count"
-        columns[name] = formula(logits, given)
+        columns[name] = formula(q, given)
     return columns
 
 
@@ -138,7 +202,8 @@ def token_stats(
     softmax(logits), if it is known; without `has_entropy` the entropy is 0, without `has_logits` both logits are.
     """
     row = array_of(logits)
-    weights = array_of(upcast(logits).softmax(-1) if probs is None else probs)
+    probs = upcast(logits).softmax(-1) if probs is None else probs
+    weights = array_of(probs)
     best = int(weights.argmax())
     max_prob = weights.item(best)
     log_total = row.item(best) - math.log(max_prob)  # from the most probable token, whose probability is never 0
@@ -151,8 +216,9 @@ def token_stats(
             mean = float(weights.dot(np.maximum(row, np.finfo(row.dtype).min)))
         entropy = max(log_total - mean, 0.0)  # rounding would bring near-certain tokens below 0
     if has_logits:
-        # all but the largest: 1 - max_prob would round to 0
-        others = float(weights[:best].sum()) + float(weights[best + 1 :].sum())
+        others = 1.0 - max_prob
+        if max_prob > 0.5:  # else lost to rounding where it is small; torch sums many numbers faster than numpy
+            others = float(probs[:best].sum()) + float(probs[best + 1 :].sum())
         log_odds = math.log(max_prob / others) if others > 0 else math.inf
         logit_max_prob = min(log_odds, LARGEST_LOGIT)
         if token_id == best:

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from lm.draws import GreedySampler, RandomSampler, Sampler, array_of
+from lm.draws import GreedySampler, RandomSampler, Sampler, array_of, draw_rows, refuse_no_token
 from lm.masks import ROOT, Tree
 
 Probs = Float[Tensor, "*draft vocab"]
@@ -50,12 +50,14 @@ def residual_probs(q: Probs, p: Probs) -> Probs:
 
 def num_accepted(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> int:
     """Length of the accepted prefix of a draft, which may be empty. `GreedySampler` ignores q."""
-    return draws.num_accepted(_accept_probs(tokens, q, p, draws))
+    return draws.num_accepted(revealed_probs(tokens, q, p, draws))
 
 
-def revealed_probs(num_accepted: int, tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> list[float]:
-    """`acceptance_prob` of the accepted tokens and of the first rejected one."""
-    return [float(prob) for prob in islice(_accept_probs(tokens, q, p, draws), num_accepted + 1)]
+def revealed_probs(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> list[float]:
+    """`acceptance_prob` of each token of a draft; a policy learns those up to the first rejected token."""
+    if isinstance(draws, GreedySampler):
+        return list(map(float, map(eq, tokens, _best_tokens(p))))
+    return _ratios([tokens], [q], [p])[0]
 
 
 def next_dist(num_accepted: int, q: Drawn, p: Rows, draws: Sampler) -> Float[Tensor, " vocab"]:
@@ -74,27 +76,65 @@ def verify(
     `RandomSampler`. ValueError: the row of the next token is not finite.
     """
     draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-    count = num_accepted(tokens, q, p, draws)
-    return count, draws.token(next_dist(count, q, p, draws))
+    [(count, token, _)] = verify_rows([tokens], [q], [p], [draws])
+    return count, token
 
 
-def _accept_probs(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> Iterable[float]:
-    """Acceptance probabilities: on the CPU one by one as they are read, from a device in one transfer."""
-    if not tokens:
-        return ()
-    if isinstance(draws, GreedySampler):  # torch on the CPU takes five times as long as numpy
-        return map(eq, tokens, (array_of(p) if p.is_cpu else p).argmax(-1).tolist())
-    rows = [row.to(p.device) for row in q]
-    if p.is_cpu:
-        return map(_ratio, tokens, map(array_of, rows), array_of(p))
-    index = torch.tensor(tokens, device=p.device)
-    return acceptance_prob(index, torch.stack([_widened(row, p.shape[-1]) for row in rows]), p[: len(tokens)]).tolist()
+def verify_rows(
+    tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Rows], draws: Sequence[Sampler]
+) -> list[tuple[int, int, list[float]]]:
+    """One verification of several drafts, all at temperature 0 or none: for each what `verify` returns, and
+    `revealed_probs`. An accelerator is read twice, for acceptance and for the next tokens; at temperature 0 once.
+    """
+    is_greedy = isinstance(draws[0], GreedySampler)
+    if is_greedy:
+        best = iter(_best_tokens(p[0] if len(p) == 1 else torch.cat([*p])))
+        owns = [list(islice(best, len(rows))) for rows in p]
+        probs = [list(map(float, map(eq, *pair))) for pair in zip(tokens, owns, strict=True)]
+    else:
+        probs = _ratios(tokens, q, p)
+    counts = [each.num_accepted(known) for each, known in zip(draws, probs, strict=True)]
+    dists = list(map(next_dist, counts, q, p, draws))
+    if is_greedy:
+        next_tokens = [own[count] for own, count in zip(owns, counts, strict=True)]
+    else:
+        next_tokens = draw_rows(dists, draws).tolist()
+    return list(zip(counts, map(refuse_no_token, next_tokens, dists), probs, strict=True))
 
 
-def _ratio(token: int, q: np.ndarray, p: np.ndarray) -> float:
-    q_token, p_token = float(q[token]), float(p[token])
+def _best_tokens(p: Rows) -> list[int]:
+    """The most probable token of each row; the width, which is no token, where a row has NaN."""
+    if not p.is_cpu:
+        return GreedySampler.draw(p).flatten().tolist()
+    rows = array_of(p)  # torch on the CPU takes five times as long as numpy
+    best = rows.argmax(-1)
+    best[np.isnan(rows[np.arange(len(rows)), best])] = rows.shape[-1]
+    return best.tolist()
+
+
+def _ratios(tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Rows]) -> list[list[float]]:
+    """Acceptance probabilities of several drafts, with one transfer from a device."""
+    if p[0].is_cpu:
+        return list(map(_ratios_on_host, tokens, q, p))
+    q_cells: list[Tensor] = []  # of all drafts; an index that is a number needs no transfer
+    p_cells: list[Tensor] = []
+    for drafted, drawn, dists in zip(tokens, q, p, strict=True):
+        p_cells += [dist[token] for token, dist in zip(drafted, dists, strict=False)]
+        q_cells += [row[token].to(dists.device, dists.dtype) for token, row in zip(drafted, drawn, strict=True)]
+    if not p_cells:
+        return [[] for _ in tokens]
+    ratios = map(_ratio, *torch.stack(q_cells + p_cells).view(2, -1).tolist())
+    return [list(islice(ratios, len(drafted))) for drafted in tokens]
+
+
+def _ratios_on_host(tokens: Sequence[int], q: Drawn, p: Rows) -> list[float]:
+    drawn = zip(tokens, q, p, strict=False)  # numpy takes a fifth of torch's time
+    return [_ratio(array_of(row.cpu()).item(token), array_of(dist).item(token)) for token, row, dist in drawn]
+
+
+def _ratio(q: float, p: float) -> float:
     # in this order min keeps NaN, which no uniform is below: a distribution that is not finite rejects
-    return min(p_token / q_token, 1.0) if q_token != 0.0 else float(p_token > 0.0)
+    return min(p / q, 1.0) if q != 0.0 else float(p > 0.0)
 
 
 def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vocab"]:
@@ -118,32 +158,31 @@ def verify_tree(tree: Tree, p: Rows, draws: Sampler) -> tuple[list[int], int]:
     """
     path: list[int] = []
     node = ROOT
+    probs = node_probs(tree, range(len(tree)), p, draws)  # all of them, in one transfer
     while children := tree.children(node):
-        tokens, dist = tree.tokens_of(children), p[node + 1]
-        num_rejected = draws.num_accepted(_rejection_probs(tokens, dist, draws))
+        num_rejected = draws.num_accepted(_rejection_probs(probs[child] for child in children))
         if num_rejected == len(children):
-            return path, draws.token(_remaining(tokens, dist, draws))
+            return path, draws.token(_remaining(tree.tokens_of(children), p[node + 1], draws))
         node = children[num_rejected]
         path.append(node)
     return path, draws.token(p[node + 1])
 
 
 def node_probs(tree: Tree, path: Sequence[int], p: Rows, draws: Sampler) -> list[float]:
-    """p(x) of each node of a path: the probability that it is accepted as a first child."""
-    pairs = [(tree.tokens[node], p[tree.parents[node] + 1]) for node in path]
+    """p(x) of each of these nodes: the probability that it is accepted as a first child."""
+    cells = [(tree.parents[node] + 1, tree.tokens[node]) for node in path]
+    if not cells:
+        return []
     if isinstance(draws, GreedySampler):
-        return [float(token == int(row.argmax())) for token, row in pairs]
-    return [float(row[token]) for token, row in pairs]
+        best = _best_tokens(p)
+        return [float(token == best[row]) for row, token in cells]
+    return torch.stack([p[cell] for cell in cells]).tolist()
 
 
-def _rejection_probs(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Sampler) -> Iterator[float]:
+def _rejection_probs(probs: Iterable[float]) -> Iterator[float]:
     """The probability that each candidate is rejected, given that those before it were."""
-    if isinstance(draws, GreedySampler):
-        best = int(dist.argmax())
-        yield from (float(token != best) for token in tokens)
-        return
     remaining = 1.0
-    for prob in dist[tokens].tolist():
+    for prob in probs:
         # a distribution that is not finite rejects every candidate, and the draw after them raises
         yield min(max(1.0 - prob / remaining, 0.0), 1.0) if prob == prob and remaining > 0.0 else 1.0
         remaining -= prob
@@ -154,6 +193,7 @@ def _remaining(tokens: Sequence[int], dist: Float[Tensor, " vocab"], draws: Samp
     if isinstance(draws, GreedySampler):
         return dist
     remaining = dist.clone()
-    remaining[tokens] = 0.0
+    for token in tokens:  # an index that is a number needs no transfer
+        remaining[token] = 0.0
     mass = remaining.sum()
-    return remaining / mass if mass > 0 else dist
+    return torch.where(mass > 0, remaining / mass, dist)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lm import Sampling, acceptance_rate, cross_entropy
 from lm.draws import draw
-from lm.signals import signals_of, stored_scalars
+from lm.signals import Normalised, signals_of, stored_scalars
 
 Labels = dict[str, Shaped[Tensor, " position"]]
 """Some labels by their names on disk."""
@@ -37,8 +37,9 @@ def label_draft(
         assert uniform is not None
         draft_ids = draw(q, uniform.to(q.device))
     draft_ids = draft_ids.to(q.device)
-    # signals from the logits: under truncation or another temperature q is not the model's own probability
-    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(q_logits, draft_ids)}, q
+    # under truncation or another temperature q is not the model's own probability
+    own = Normalised(q_logits, q if sampling.is_plain else None)
+    return {"draft_ids": draft_ids, "log_q": _at(q, draft_ids).log(), **signals_of(own, draft_ids)}, q
 
 
 def label_target(

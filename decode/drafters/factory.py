@@ -14,7 +14,7 @@ from lm import CachedModel, DraftModel, FeatureDraft, Pair, feature_model
 from lm.features.model import TreeDraft
 from lm.features.recorder import FeatureRecorder
 
-Drafting = PreTrainedModel | FeatureDraft | CachedModel  # of the last, the caller keeps the cache and compiled steps
+Drafting = PreTrainedModel | FeatureDraft | CachedModel  # of the last, the caller keeps the cache
 ModelClass = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
 
 
@@ -32,8 +32,7 @@ def target_of(
 def draft_of(drafting: Drafting, target: CachedModel, with_hidden: bool, model_class: ModelClass = CachedModel) -> Any:
     """The model that drafts for a target of `target_of`: a `CachedModel` itself. Feature drafts keep hidden states."""
     if isinstance(drafting, CachedModel):
-        drafting.with_hidden |= with_hidden
-        return drafting
+        return drafting  # whose drafter makes it keep what heads read
     if isinstance(drafting, FeatureDraft):
         return feature_model(drafting, target, vocab_size=target.num_logits)
     return model_class(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)

@@ -61,7 +61,8 @@ from decode.loop.drafter import Drafter, ModelDrafter, PolicyDrafter, Proposal
 from decode.loop.session import Session, cached
 from decode.policies.base import Policy
 from decode.policies.plain import FixedLength, SelfVerify
-from lm import CachedModel, next_dist, num_accepted
+from lm import CachedModel, next_dist
+from lm.verification import revealed_probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,9 @@ class PreVerifiedDrafter(PolicyDrafter):
         inner = self.inner.propose(text, window) if window > 0 else Proposal()
         logits = self.model.feed(text[len(self.model) :] + inner.tokens, len(inner.tokens) + 1)
         q = self._session.sampling.dists(logits, text, inner.tokens)
-        count = num_accepted(inner.tokens, inner.dists, q, draws)
-        inner.set_accepted(count, q, draws)
+        probs = revealed_probs(inner.tokens, inner.dists, q, draws)
+        count = draws.num_accepted(probs)
+        inner.set_accepted(count, probs)
         for row, token in enumerate(inner.tokens[:count]):
             drawn = self._signals.read(len(proposal.tokens), logits[row], token, row=row)
             if not self.take(token, drawn, q[row]):
@@ -194,15 +196,14 @@ class InterleavedDrafter:
         """A draft has m blocks of n tokens of the small model, counted as micro, and one of the medium model."""
         if min(m, n) < 0:
             raise ValueError(f"m is {m} and n is {n}; both must be at least 0")
-        self.small: CachedModel = cached(small, vocab_size=vocab_size)
-        self.medium: CachedModel = cached(medium, vocab_size=vocab_size)
+        self.small: CachedModel = cached(small, self, vocab_size=vocab_size)
+        self.medium: CachedModel = cached(medium, self, vocab_size=vocab_size)
         self.m, self.n = m, n
 
     def start(self, session: Session) -> None:
         self._session = session
         for model, role in ((self.small, "small draft"), (self.medium, "medium draft")):
             session.take(model, role)
-            model.reset()
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = Proposal()

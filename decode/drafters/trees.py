@@ -21,8 +21,9 @@ CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a gr
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,14 +81,21 @@ class Growth:
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
         """Add the children of the expanded nodes, from their log probabilities; ValueError if these are not finite."""
-        nums = [self._shape.num_children(max_prob) for max_prob in log_q.amax(-1).exp().tolist()]
-        values, ids = (column.tolist() for column in log_q.topk(min(max(nums), log_q.shape[-1])))
+        if log_q.is_cpu:
+            num_read = max(map(self._shape.num_children, log_q.amax(-1).exp().tolist()))
+        else:
+            num_read = max(num for _, num in self._shape.bands)
+        top = log_q.topk(min(num_read, log_q.shape[-1]))
+        # in one transfer: float32 holds every id below 2^24 exactly
+        rows = torch.cat([top.values, top.indices.to(log_q.dtype)], -1).tolist()
         start = len(self.tokens)
-        for row, node in enumerate(self.expanded):
+        for node, row in zip(self.expanded, rows, strict=True):
             before = 0.0 if node == ROOT else self.scores[node]
-            for value, token in list(zip(values[row], ids[row], strict=True))[: nums[row]]:
+            values = row[: len(row) // 2]
+            num = self._shape.num_children(exp(values[0]))
+            for value, token in zip(values[:num], row[len(values) :], strict=False):
                 if value > -inf:
-                    self.tokens.append(token)
+                    self.tokens.append(int(token))
                     self.parents.append(node)
                     self.scores.append(before + min(value, 0.0))
         if start == len(self.tokens):

@@ -17,11 +17,13 @@ from torch import Tensor
 from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session
-from decode.loop.signals import BatchSignals
+from decode.loop.step import DraftSteps
 from decode.policies.batch import BatchAuto, BatchController, batched
-from lm import CachedModel, Sampler, verify
-from lm.batch import BatchModel
-from lm.draws import refuse_no_token
+from lm import CachedModel, Sampler
+from lm.batch import batch_of
+from lm.draws import draw_rows, refuse_no_token
+from lm.signals import Normalised
+from lm.verification import verify_rows
 
 
 class BatchRound(NamedTuple):
@@ -42,8 +44,6 @@ class _Sequence:
     """A row in both models, and the sequence that has it."""
 
     committed: list[int]
-    end: int
-    """Length at which the sequence ends."""
     session: Session
     number: int | None = None
     """Index of the prompt; None: the row is free."""
@@ -75,14 +75,17 @@ class Batch:
         num_rows: number of sequences that are decoded together.
         session: sampling and EOS ids.
         """
-        self._target, self._draft = BatchModel(target, num_rows), BatchModel(drafter.model, num_rows)
+        longest = max((len(prompt_ids) + limit for prompt_ids, limit, _ in requests), default=0)
+        num_tokens = longest + max_draft_length
+        self._target = batch_of(target, num_rows, num_tokens)
+        self._draft = batch_of(drafter.model, num_rows, num_tokens)
         self._policy = policy = batched(drafter.policy, num_rows)
         rows = zip(self._draft.rows, self._target.rows, strict=True)
         self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
         self._sampling, self._eos_ids, self._max_draft_length = session.sampling, session.eos_ids, max_draft_length
-        self._signals = BatchSignals(self._draft.rows[0].embedding)
+        self._steps = DraftSteps(self._draft.rows[0].embedding)
         self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
-        self._requests = requests
+        self._waiting = ((number, *request) for number, request in enumerate(requests) if request[1] > 0)
         self._rounds: list[list[Round]] = [[] for _ in requests]
         self._stepped: list[_Sequence] = []
 
@@ -92,11 +95,12 @@ class Batch:
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def __iter__(self) -> Iterator[BatchRound]:
-        """Decode all prompts, as many at once as there are rows; the rest wait in order."""
-        waiting = ((number, *request) for number, request in enumerate(self._requests) if request[1] > 0)
+        """Decode all prompts, as many at once as there are rows; the rest wait in order. A second iteration goes on
+        where the first has ended.
+        """
         while True:
             free = [sequence for sequence in self._sequences if sequence.number is None]
-            joining = list(zip(free, waiting, strict=False))
+            joining = list(zip(free, self._waiting, strict=False))
             for sequence, prompt in joining:
                 self._begin(sequence, *prompt)
             busy = [sequence for sequence in self._sequences if sequence.number is not None]
@@ -106,10 +110,8 @@ class Batch:
 
     def _begin(self, sequence: _Sequence, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
         sequence.number, sequence.committed = number, list(prompt_ids)
-        sequence.end = len(prompt_ids) + limit
-        sequence.session = Session(self._sampling, self._eos_ids, draws, prompt_ids)
+        sequence.session = Session(self._sampling, self._eos_ids, draws, prompt_ids, limit)
         sequence.session.take(sequence.target, "target", verifies=True)
-        sequence.target.reset()
         sequence.drafter.start(sequence.session)
 
     @torch.inference_mode()
@@ -120,8 +122,11 @@ class Batch:
         rows: list[Any] = [seq.target for seq in busy]
         fed = [seq.committed[len(seq.target) :] + seq.drafter.proposal.tokens for seq in busy]
         nums = [seq.num_planned for seq in busy]
-        p = self._dists(busy, self._target.feed(rows, fed, nums))
-        num_emitted = sum(len(self._settle(seq, dists).emitted) for seq, dists in zip(busy, p, strict=True))
+        p = self._dists(busy, self._target.feed(rows, fed, nums), nums).split(nums)
+        drafted = [seq.drafter.proposal.tokens for seq in busy]
+        q = [seq.drafter.proposal.dists for seq in busy]
+        verdicts = verify_rows(drafted, q, p, [seq.session.draws for seq in busy])
+        num_emitted = sum(len(self._settle(seq, *verdict).emitted) for seq, verdict in zip(busy, verdicts, strict=True))
         ended_s = perf_counter()
         if self._controller is not None:
             self._controller.end(steps, sum(nums), num_emitted)
@@ -129,7 +134,7 @@ class Batch:
 
     def _drafted(self, busy: list[_Sequence]) -> tuple[int, ...]:
         """Draft for all sequences; returns the number of sequences in each step."""
-        rooms = [min(self._max_draft_length, seq.end - len(seq.committed) - 1) for seq in busy]
+        rooms = [min(self._max_draft_length, seq.session.num_tokens - len(seq.committed) - 1) for seq in busy]
         going = [seq for seq, room in zip(busy, rooms, strict=True) if seq.drafter.begin(seq.committed, room) > 0]
         steps: list[int] = []
         while going := self._continuing(going, busy):
@@ -141,26 +146,23 @@ class Batch:
         """Draft one token of each of these sequences; returns those whose policies want another."""
         rows: list[Any] = [sequence.drafter.model for sequence in going]
         fed = [seq.drafter.proposal.tokens[-1:] or seq.committed[len(seq.drafter.model) :] for seq in going]
-        logits = self._draft.feed(rows, fed, [1] * len(rows))
-        dists = [q[0] for q in self._dists(going, logits)]
-        pairs = [(seq.session.draws, q) for seq, q in zip(going, dists, strict=True)]
-        if dists[0].is_cpu:
-            token = torch.tensor([draws.token(q) for draws, q in pairs])
-        else:
-            token = torch.cat([draws.draw(q) for draws, q in pairs])
-        kept = [self._stepped.index(sequence) for sequence in going] if position else None
+        nums = [1] * len(rows)
+        logits = self._draft.feed(rows, fed, nums)
+        q = self._dists(going, logits, nums)
+        token = draw_rows(q, [seq.session.draws for seq in going])
+        if position and len(going) < len(self._stepped):
+            self._steps.keep([self._stepped.index(sequence) for sequence in going])
         self._stepped = going
-        tokens, signals = self._signals.read(
+        tokens, signals = self._steps.read(
             position,
-            torch.cat(logits),
+            Normalised(logits, q if self._sampling.is_plain else None),
             torch.cat([row.hidden for row in rows]) if self._policy.heads else None,
             token,
             policies=[self._policy] * len(going),
             nums_before=[len(seq.committed) - seq.session.num_prompt for seq in going],
-            kept=kept,
         )
-        outcomes = zip(going, map(refuse_no_token, tokens, dists), signals, dists, strict=True)
-        return [seq for seq, token_id, drawn, q in outcomes if seq.drafter.take(token_id, drawn, q)]
+        outcomes = zip(going, map(refuse_no_token, tokens, q), signals, q, strict=True)
+        return [seq for seq, token_id, drawn, dist in outcomes if seq.drafter.take(token_id, drawn, dist)]
 
     def _continuing(self, going: list[_Sequence], busy: list[_Sequence]) -> list[_Sequence]:
         """Sequences that the batch's rule lets continue, among those whose policies want to."""
@@ -169,24 +171,26 @@ class Batch:
         self._controller.stop_losing([seq.drafter.run for seq in going], sum(seq.num_planned for seq in busy))
         return [sequence for sequence in going if sequence.drafter.run.is_going]
 
-    def _dists(self, sequences: list[_Sequence], logits: list[Tensor]) -> Sequence[Float[Tensor, "rows vocab"]]:
-        """Distributions that tokens are drawn from, for all rows at once if the sampling allows it."""
+    def _dists(
+        self, sequences: list[_Sequence], logits: Float[Tensor, "rows vocab"], nums: list[int]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Distributions that tokens are drawn from, of `nums` rows of each sequence; at once if the sampling allows."""
         if self._sampling.sees_no_tokens:
-            return self._sampling.dists(torch.cat(logits)).split([len(rows) for rows in logits])
-        return [
+            return self._sampling.dists(logits)
+        parts = [
             self._sampling.dists(rows, sequence.committed, sequence.drafter.proposal.tokens)
-            for rows, sequence in zip(logits, sequences, strict=True)
+            for rows, sequence in zip(logits.split(nums), sequences, strict=True)
         ]
+        return torch.cat(parts)
 
-    def _settle(self, sequence: _Sequence, p: Float[Tensor, "rows vocab"]) -> Round:
-        drafter, draws, proposal = sequence.drafter, sequence.session.draws, sequence.drafter.proposal
-        num_accepted, next_token = verify(proposal.tokens, proposal.dists, p, draws)
-        proposal.set_accepted(num_accepted, p, draws)
+    def _settle(self, sequence: _Sequence, num_accepted: int, next_token: int, probs: list[float]) -> Round:
+        drafter, proposal = sequence.drafter, sequence.drafter.proposal
+        proposal.set_accepted(num_accepted, probs)
         proposal.stop_reason = drafter.run.stop_reason
         settled = sequence.committed, proposal, next_token, sequence.target, drafter
         round_ = settle_round(*settled, eos_ids=self._eos_ids)  # not timed: the seconds are the batch's (`BatchRound`)
         assert sequence.number is not None
         self._rounds[sequence.number].append(round_)
-        if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.end:
+        if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.session.num_tokens:
             sequence.number = None
         return round_

@@ -17,8 +17,8 @@ from decode.loop.batch import Batch
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, cached
-from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling, verify
-from lm.verification import node_probs, verify_tree
+from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling
+from lm.verification import node_probs, verify_rows, verify_tree
 
 Ids = Iterable[SupportsIndex]
 _TOKEN = "a token id of a prompt"
@@ -48,9 +48,7 @@ class SpeculativeDecoder:
         if max_draft_length < 0:
             raise ValueError(f"max_draft_length is {max_draft_length}; it must be at least 0 (0 never drafts)")
         needs_trees = getattr(drafter, "drafts_trees", False)
-        self.target: CachedModel = cached(target, vocab_size=vocab_size, holds_trees=needs_trees)
-        if needs_trees and not self.target.holds_trees:
-            raise ValueError(f"a {type(drafter).__name__} needs a target that holds trees; pass holds_trees=True to it")
+        self.target: CachedModel = cached(target, drafter, vocab_size=vocab_size, holds_trees=needs_trees)
         self.drafter = drafter
         self.sampling = sampling or Sampling()
         self.max_draft_length = max_draft_length
@@ -79,8 +77,8 @@ class SpeculativeDecoder:
         batch_size: SupportsIndex = 16,
         generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> Batch:
-        """Decode `batch_size` prompts at a time (law 4.13), round by round: iterate over it; then it has a generation
-        per prompt. A prompt replaces a sequence that has ended.
+        """Decode `batch_size` prompts at a time (law 4.13), round by round: iterate over it, once; then it has a
+        generation per prompt. A prompt replaces a sequence that has ended.
 
         `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
         turn, whatever the batch size. ValueError as `generate`, for a drafter of several models, and for a model whose
@@ -123,20 +121,20 @@ class SpeculativeDecoder:
         committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
         self._check(len(committed), limit)
         draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-        end = len(committed) + limit
-        session = Session(self.sampling, self.eos_ids, draws, committed)
+        session = Session(self.sampling, self.eos_ids, draws, committed, limit)
         session.is_open = True
         try:
             session.take(self.target, "target", verifies=True)
-            self.target.reset()
             self.drafter.start(session)
-            while len(committed) < end:
-                round_ = self._round(committed, end - len(committed), session.draws)
+            while len(committed) < session.num_tokens:
+                round_ = self._round(committed, session.num_tokens - len(committed), session.draws)
+                session.settle(len(committed) - 1)
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return
         finally:
             session.is_open = False
+            session.models.clear()  # which know it
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError for a text that the target's context cannot hold; the last token is never fed."""
@@ -166,8 +164,8 @@ class SpeculativeDecoder:
         """Law 4.2: sets the accepted tokens and returns the next one."""
         logits = self.target.feed(text[len(self.target) :] + proposal.tokens, len(proposal.tokens) + 1)
         p = self.sampling.dists(logits, text, proposal.tokens)
-        num_accepted, next_token = verify(proposal.tokens, proposal.dists, p, draws)
-        proposal.set_accepted(num_accepted, p, draws)
+        [(num_accepted, next_token, probs)] = verify_rows([proposal.tokens], [proposal.dists], [p], [draws])
+        proposal.set_accepted(num_accepted, probs)
         return next_token
 
     def _verify_tree(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from decode.loop.session import Session, cached
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy, PolicyRun
-from lm import DraftModel, Sampler
+from lm import DraftModel
 from lm.draws import refuse_no_token
 from lm.features.model import BlockModel
 from lm.masks import Tree
-from lm.verification import revealed_probs
 
 
 @dataclass
@@ -45,11 +44,11 @@ class Proposal:
     num_micro: int = 0
     num_micro_forwards: int = 0
 
-    def set_accepted(self, num_accepted: int, p: Float[Tensor, "rows vocab"], draws: Sampler) -> None:
-        """Record the verification of a chain against the target's distributions p."""
+    def set_accepted(self, num_accepted: int, probs: Sequence[float]) -> None:
+        """Record the verification of a chain; `probs`: `lm.verification.revealed_probs`."""
         self.accepted = range(num_accepted)
         if self.takes_feedback:
-            self.acceptance_probs = revealed_probs(num_accepted, self.tokens, self.dists, p, draws)
+            self.acceptance_probs = probs[: num_accepted + 1]
 
 
 @runtime_checkable
@@ -85,15 +84,16 @@ class PolicyDrafter:
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """
-        how = {"with_hidden": bool(policy.heads), "holds_trees": self.drafts_trees}
-        self.model, self.policy = cached(model, vocab_size=vocab_size, **how), policy
+        self.policy = policy
+        self.model = cached(
+            model, self, vocab_size=vocab_size, with_hidden=bool(policy.heads), holds_trees=self.drafts_trees
+        )
         self._signals = reader_of(policy, self.model)
         looks = type(policy).after is not Policy.after or policy.stops_before
         self._reads_tokens = looks or bool(policy.signals or policy.zero_feedback)
 
     def start(self, session: Session) -> None:
         session.take(self.model, self.role, verifies=self.verifies)
-        self.model.reset()
         self._signals = reader_of(self.policy, self.model, self._signals)
         self._session, self.proposal = session, Proposal()
         self.run = PolicyRun(self.policy)

@@ -29,16 +29,25 @@ class Session:
     """Number of ids that all verifying models have; infinite before a target is taken."""
 
     def __init__(
-        self, sampling: Sampling, eos_ids: frozenset[int], draws: Sampler, prompt_ids: Sequence[int] = ()
+        self,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        draws: Sampler,
+        prompt_ids: Sequence[int] = (),
+        max_new_tokens: int = 0,
     ) -> None:
-        """`draws` are replaced by `GreedySampler` at temperature 0; every model must have an embedding for each id."""
+        """`draws` are replaced by `GreedySampler` at temperature 0; every model must have an embedding for each id of
+        the prompt, and makes room for it and `max_new_tokens`.
+        """
         self.num_prompt = len(prompt_ids)
+        self.num_tokens = self.num_prompt + max_new_tokens
+        self.models: list[DraftModel] = []
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
-        """Take a model, before it is reset; the target first, and every model that `verifies` before those below it.
+        """Take a model and empty its cache; the target first, and every model that `verifies` before those below it.
         ValueError, by its `role`, for a model that this module refuses.
         """
         self.check(model, role)
@@ -57,6 +66,13 @@ class Session:
             self._num_drafted = min(model.num_logits, self._num_drafted)
             self._num_emitted = self._num_emitted or model.num_logits
         model.session = self
+        model.reset(self.num_tokens)
+        self.models.append(model)
+
+    def settle(self, length: int) -> None:
+        """Note that no model will be rolled back to fewer than `length` tokens."""
+        for model in self.models:
+            model.forget(length)
 
     def check(self, model: DraftModel, role: str) -> None:
         """Raise ValueError for a model in use or in train mode, or without an embedding for an id of the prompt."""
@@ -74,6 +90,17 @@ class Session:
                 )
 
 
-def cached(model: Any, **settings: Any) -> Any:
-    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel` with these settings."""
-    return CachedModel(model, **settings) if isinstance(model, PreTrainedModel) else model
+def cached(
+    model: Any, needed_by: object, *, vocab_size: int | None, with_hidden: bool = False, holds_trees: bool = False
+) -> Any:
+    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel`; another one keeps its vocabulary
+    and must hold trees if they are needed. ValueError, which names the class of `needed_by`, otherwise, and for a model
+    that lacks the hidden states that are needed.
+    """
+    if isinstance(model, PreTrainedModel):
+        return CachedModel(model, vocab_size=vocab_size, with_hidden=with_hidden, holds_trees=holds_trees)
+    if holds_trees and not model.holds_trees:
+        raise ValueError(f"a {type(needed_by).__name__} needs models that hold trees; pass holds_trees=True to each")
+    if with_hidden and not model.with_hidden:
+        model.keep_hidden()
+    return model

@@ -91,7 +91,6 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     # never opened, so that several drafters may take one model
     session = Session(loop.sampling, loop.eos_ids, RandomSampler(torch.Generator().manual_seed(0)), prompt)
     session.take(target, "target", verifies=True)
-    target.reset()
     for drafter in drafters.values():
         drafter.start(session)
     text, order = [*prompt, int(target.feed(prompt).argmax())], np.random.default_rng(0)

@@ -36,7 +36,7 @@ from lm.features.dspark import DSpark
 from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.sampling import refuse_non_finite
-from lm.signals import signals_of, stored_scalars
+from lm.signals import Normalised, signals_of, stored_scalars
 
 _DRAFTS_AT_ONCE = 128
 """Bounds the attention mask of drafts side by side."""
@@ -277,7 +277,7 @@ def read_signals(
     """Drawn tokens with the signals of the logits that they were drawn from."""
     log_q = q.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
     columns = {"token": token, "log_q": log_q, "hidden": hidden, "acceptance_prob": acceptance_prob}
-    return columns | signals_of(logits, token, _SIGNALS)
+    return columns | signals_of(Normalised(logits), token, _SIGNALS)
 
 
 def taken(draws: Draws, rows: Int[Tensor, " row"]) -> Draws:

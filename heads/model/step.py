@@ -1,8 +1,8 @@
-"""A head for one token at a time, as decoding needs it: `StepwiseHead` with tensors, `HostHead` with numpy.
+"""A head for one token at a time on the CPU: `HostHead` with numpy, and `StepwiseHead`, what it computes in advance.
 
 A token's embedding e adds U_e e + c to the stream and v_e . e to the logit. Both are computed once for the whole
 vocabulary, so a step reads a table row instead of computing two products. tests/decode/loop/test_signals.py compares
-both classes with `AcceptanceHead.forward`.
+`HostHead` with `AcceptanceHead.forward`.
 """
 
 import math
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from heads.model.formula import architecture_of, blocks_of, stack_forward
+from heads.model.formula import architecture_of, blocks_of
 from heads.model.head import AcceptanceHead
 from heads.model.inputs import EPSILON
 
@@ -42,7 +42,7 @@ _TABLES: WeakKeyDictionary[AcceptanceHead, WeakKeyDictionary[nn.Module, tuple[An
 
 
 class StepwiseHead:
-    """One head on its device, from tensors to a tensor; also inside a compiled step."""
+    """The weights of one head, and what the embedding of a token adds, as `HostHead` reads them."""
 
     def __init__(self, head: AcceptanceHead, vocabulary: Vocabulary | None = None) -> None:
         """`head` is in evaluation mode, on the hidden states' device; it needs `vocabulary` if it reads embeddings."""
@@ -61,22 +61,6 @@ class StepwiseHead:
                 weights |= {} if self.mix_bias is None else {"mix.bias": torch.zeros_like(self.mix_bias)}
         self.weights = {name: weight[None] for name, weight in weights.items()}
         self.table = self._cached_table(head)
-
-    def __call__(
-        self,
-        hidden: Float[Tensor, " hidden"],
-        scalars: Float[Tensor, " scalar"] | None = None,
-        token: Int[Tensor, " 1"] | None = None,
-    ) -> Float[Tensor, " 1"]:
-        """The logit f; inputs as in `AcceptanceHead.forward`, with the token instead of its embedding."""
-        stream, logit = self.inputs.taken(hidden.to(self.dtype)), None
-        if self.inputs.embedding:
-            assert token is not None
-            row, logit = self.of_embedding(token)
-            stream = stream if row is None else stream + row[0]
-        x = None if scalars is None else scalars.to(self.dtype)[None, None]
-        score = stack_forward(self.weights, stream[None, None], x, architecture=self.architecture)[0]
-        return score if logit is None else score + logit
 
     def of_embedding(self, tokens: Int[Tensor, " tokens"]) -> Terms:
         """What the embeddings of these tokens add; only for a head that reads them."""
@@ -115,7 +99,7 @@ class StepwiseHead:
 
 
 class HostHead:
-    """`StepwiseHead` on the CPU from numbers to a number. Not reentrant: its memory is reused.
+    """A `StepwiseHead` from numbers to a number. Not reentrant: its memory is reused.
 
     A draft step of a small model takes half a millisecond, and the torch calls of a head would take a third of that. So
     numpy computes the stream up to the first block, in preallocated memory, and torch only the blocks.

@@ -35,6 +35,7 @@ class FeatureModel:
     """
 
     with_hidden = True
+    holds_trees = True
     session: Any = None
 
     def __init__(self, draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None) -> None:
@@ -63,9 +64,12 @@ class FeatureModel:
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         return self.draft.embed(tokens).to(tokens.device)
 
-    def reset(self) -> None:
+    def forget(self, length: int) -> None:
+        """Nothing is to be done: the cache holds no copies."""
+
+    def reset(self, num_tokens: int = 0) -> None:
         self.device = self.output_device = self.draft.device
-        self._cache = growing_cache(CAPACITY)
+        self._cache = growing_cache(CAPACITY + num_tokens)  # a tree's nodes need room beyond the text
         self._length = self.num_kept = 0
         self._tree = EMPTY
         self.hidden: Float[Tensor, "rows hidden"] | None = None
@@ -133,11 +137,9 @@ class EagleModel(FeatureModel):
             logits.append(self.feed(new_tokens))
             hidden.append(self.hidden)
         if new.stop > new.start:
-            parents, tokens = (torch.tensor(column[new], device=self.device) for column in (tree.parents, tree.tokens))
-            positions, mask = tree_feed(tree, new.start, self._length - self.draft.lag)
-            positions, mask = positions[None].to(self.device), mask[None, None].to(self.device)
-            states = self._states[parents + 1][None]
-            outputs = self.draft(tokens[None], states, positions, cache=self._cache, mask=mask)
+            tokens, positions, mask = tree_feed(tree, new.start, self._length - self.draft.lag, device=self.device)
+            states = torch.stack([self._states[parent + 1] for parent in tree.parents[new]])[None]
+            outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask[None, None])
             self._states = torch.cat([self._states, outputs.states[0]])
             logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
             hidden.append(outputs.hidden[0])

@@ -34,6 +34,12 @@ class FeatureRecorder:
         self._draft = draft
         self.buffer = BufferLayer(CAPACITY)
 
+    def reset(self, num_tokens: int) -> None:
+        """Drop all features, and make room for those of `num_tokens`."""
+        if num_tokens > self.buffer.capacity:
+            self.buffer = BufferLayer(num_tokens)
+        self.buffer.roll_back(0)
+
     @property
     def num_features(self) -> int:
         """Tokens whose features are held: as many as are cached, or more."""

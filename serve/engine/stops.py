@@ -13,8 +13,9 @@ from torch import Tensor
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
-from decode.loop.signals import BatchSignals
+from decode.loop.step import DraftSteps
 from lm import Sampling
+from lm.signals import Normalised
 from serve import KEY
 from serve.engine import cpu
 from serve.lanes import Lanes, RequestRow
@@ -35,7 +36,7 @@ class Stops:
             head.to(device)
         if device.type == "cpu":
             cpu.mend()
-        self.lanes, self._signals = Lanes(), BatchSignals(embedding)
+        self.lanes, self._steps = Lanes(), DraftSteps(embedding)
         self._rows: list[RequestRow] = []
         self._alive: Container[str] = ()
 
@@ -54,7 +55,7 @@ class Stops:
         tokens [rows], and the probabilities [rows, vocab] that these were sampled from (None: greedy).
         """
         rows: dict[str, Any] = {"policies": self.lanes.policies, "nums_before": [row.num_before for row in self._rows]}
-        tokens, signals = self._signals.read(self._position, logits, hidden, token, **rows)
+        tokens, signals = self._steps.read(self._position, Normalised(logits), hidden, token, **rows)
         self._position += 1
         if probs is not None:
             self._probs.append(probs)

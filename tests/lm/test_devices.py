@@ -1,6 +1,7 @@
 """Models on devices that this machine lacks (`tests.toys.devices`): draft and target apart, or spread over two."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVeri
 from decode.drafters.trees import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
-from decode.policies import CumulativeTokenProb, Entropy, FixedLength, HeadPolicy, Heuristic, Policy
+from decode.policies import Entropy, FixedLength, HeadPolicy, Policy
 from decode.policies.base import State
 from heads.model.head import AcceptanceHead
 from lm import CachedModel, RandomSampler, Sampling, verify
@@ -29,21 +30,33 @@ PLAIN, GREEDY = SAMPLINGS = Sampling(), Sampling(temperature=0.0)
 
 
 def place(model, device):
-    """On a device; where it is None, over two, as accelerate does it: every part takes its inputs to where it is."""
+    """On a device; where it is None, over two, as accelerate does it: every part takes its inputs to where it is, and
+    the whole model its outputs back to the ids. A tied LM head is where the embedding is.
+    """
     put(model, device or FIRST)
     if device is None:
-        for module in (model.model.layers[1], model.model.norm, model.lm_head):
-            put(module, SECOND)
-            module.register_forward_pre_hook(_take_along, with_kwargs=True)
+        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+        devices = {model.model.layers[1]: SECOND, model.model.norm: SECOND, model.lm_head: FIRST if is_tied else SECOND}
+        for module, place in devices.items():
+            put(module, place)
+            module.register_forward_pre_hook(partial(_take_along, torch.device(place)), with_kwargs=True)
+        model.register_forward_hook(_bring_back)
         model._hf_hook = None
 
 
-def _take_along(_module, args, kwargs):
-    def moved(value):
-        is_tensor = isinstance(value, torch.Tensor)
-        return value.to(torch.device(SECOND)) if is_tensor else value
+def _take_along(device, _module, args, kwargs):
+    return torch.utils._pytree.tree_map(partial(moved, device=device), (args, kwargs))
 
-    return torch.utils._pytree.tree_map(moved, (args, kwargs))
+
+def _bring_back(_module, _args, output):
+    output.logits = moved(output.logits, torch.device(FIRST))
+    if output.hidden_states is not None:
+        output.hidden_states = tuple(moved(states, torch.device(FIRST)) for states in output.hidden_states)
+    return output
+
+
+def moved(value, device):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def timeless(generation):
@@ -99,6 +112,49 @@ def test_output_is_the_same_wherever_target_and_draft_are(policy, sampling, plac
     expected, models = generated([model_of(0), model_of(1)]), [model_of(0), model_of(1)]
     for model, device in zip(models, places, strict=True):
         place(model, device)
+    with FakeDevices():
+        assert generated(models) == expected
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "tree", "batch"])
+def test_heads_score_a_draft_that_is_spread_over_two_devices(kind, is_tied):
+    """Logits come back to the ids, and the states that the LM head has read do not."""
+
+    def generated(draft):
+        policy = HeadPolicy(head_of("drawn").double(), 0.6)
+        return played(kind, loop(model_of(0), drafter_of(kind, draft, policy)))
+
+    expected, draft = generated(model_of(1, tie_word_embeddings=is_tied)), model_of(1, tie_word_embeddings=is_tied)
+    place(draft, None)
+    with FakeDevices():
+        assert generated(draft) == expected
+
+
+@pytest.mark.parametrize("policy", [Entropy(0.9), HeadPolicy(head_of("drawn", embedding=True).double(), 0.6)])
+def test_signals_are_read_where_logits_are_if_only_the_embedding_is_on_the_cpu(policy):
+    def generated(draft):
+        return played("chain", loop(model_of(0), ModelDrafter(draft, policy)))
+
+    expected, draft = generated(model_of(1)), model_of(1)
+    place(draft, FIRST)
+    put(draft.model.embed_tokens, "cpu")
+    draft.model.register_forward_pre_hook(_embed_and_take_along, with_kwargs=True)
+    with FakeDevices():
+        assert generated(draft) == expected
+
+
+def _embed_and_take_along(body, args, kwargs):
+    embedded = {"inputs_embeds": body.embed_tokens(kwargs["input_ids"]), "input_ids": None}
+    return _take_along(torch.device(FIRST), body, args, kwargs | embedded)
+
+
+def test_batches_read_signals_where_there_is_no_float64():
+    def generated(models):
+        return played("batch", loop(models[0], ModelDrafter(models[1], Entropy(0.9))))
+
+    expected, models = generated([model_of(0), model_of(1).float()]), [model_of(0), model_of(1).float()]
+    put(models[1], "mps")
     with FakeDevices():
         assert generated(models) == expected
 
@@ -183,29 +239,9 @@ def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_
         put(there["draft"], SECOND)
     with Moves() as moves:
         columns = labelled(there)
-    assert all(torch.equal(columns[name], values) for name, values in expected.items())
+    for name, values in expected.items():  # an entropy is summed in another order on a device
+        torch.testing.assert_close(columns[name], values, rtol=1e-6, atol=1e-6)
     assert sum(shape[-1:] == (20,) for shape in moves.shapes) == num_crossings
-
-
-@pytest.mark.parametrize("sampling", first_fast(SAMPLINGS, 1))
-@pytest.mark.parametrize(
-    ("policy", "num_per_token"),
-    [(FixedLength(1), 0), (FixedLength(8), 0), (Heuristic(3), 0), (Entropy(5.0), 1), (CumulativeTokenProb(1e-9), 1)]
-    + [(HeadPolicy(head_of(timing).double(), 0.999), 1) for timing in ("fed", "drawn")],
-)
-def test_the_host_reads_once_per_token_that_a_policy_looks_at_and_thrice_per_round(policy, num_per_token, sampling):
-    """Of a policy that looks at no token: all drafted tokens, verdicts, next token; else drafted tokens one by one."""
-    target, draft = model_of(0), model_of(1)
-    for module in (target, draft, *policy.heads):
-        put(module, FIRST)
-    with FakeDevices() as devices:
-        how = {"sampling": sampling, "max_draft_length": 5, "eos_ids": frozenset()}
-        decoder = SpeculativeDecoder(target, ModelDrafter(draft, policy), **how)
-        num_before = devices.num_host_reads
-        generation = decoder.generate(PROMPT, 8, generator=seeded())
-        num_reads = devices.num_host_reads - num_before
-    num_rounds, num_drafted = len(generation.rounds), generation.counts.num_drafted
-    assert 0 < num_reads <= num_per_token * num_drafted + (3 - num_per_token) * num_rounds
 
 
 @pytest.mark.parametrize("device", ["cpu", FIRST])
@@ -218,7 +254,7 @@ def test_a_token_is_verified_wherever_its_distribution_is_and_however_narrow(dev
 
     def verified(laws, p):
         tokens, draws = [1, 3, 5], [RandomSampler(seeded(seed)) for seed in range(20)]
-        return revealed_probs(3, tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
+        return revealed_probs(tokens, laws, p, draws[0]), [verify(tokens, laws, p, each) for each in draws]
 
     expected = verified(laws, p)
     assert {num_accepted for num_accepted, _ in expected[1]} >= {0, 1, 3}
@@ -245,13 +281,15 @@ def test_a_draft_may_be_moved_between_two_generations(kind, policy):
     draft = model_of(1)
     decoder = loop(model_of(0), drafter_of(kind, draft, policy))
 
-    def generated():
-        if kind == "batch":
-            return timeless(decoder.generate_batch([PROMPT, [4]], 12, batch_size=2, generator=seeded())[0])
-        return timeless(decoder.generate(PROMPT, 12, generator=seeded()))
-
-    expected = generated()
+    expected = played(kind, decoder)
     with FakeDevices():
         for device in (FIRST, SECOND, "cpu"):
             put(draft, device)
-            assert generated() == expected, device
+            assert played(kind, decoder) == expected, device
+
+
+def played(kind, decoder):
+    """Rounds of a generation of 12 tokens, in a batch of two for that kind."""
+    if kind == "batch":
+        return timeless(decoder.generate_batch([PROMPT, [4]], 12, batch_size=2, generator=seeded())[0])
+    return timeless(decoder.generate(PROMPT, 12, generator=seeded()))

@@ -59,21 +59,21 @@ def test_a_two_level_tree_keeps_the_targets_law():
         assert_same_law(law_of(play), expected)
 
 
-def _shared_draw(tokens, law, draws):
+def _shared_draw(probs):
     """One uniform for all siblings: the first is accepted whose conditional probability is above it."""
     lowest = 1.0
-    for refusal in _rejection_probs(tokens, law, draws):
+    for refusal in _rejection_probs(probs):
         before, lowest = lowest, min(lowest, refusal)
         yield lowest / before if before else 1.0
 
 
-def unreduced(tokens, law, draws):
-    yield from (1.0 - law[token].item() for token in tokens)
+def unreduced(probs):
+    yield from (1.0 - prob for prob in probs)
 
 
-def _as_drawn(tokens, law, draws):
+def _as_drawn(probs):
     """min(1, p / q), as if candidates had been drawn from q, which is uniform here."""
-    yield from (1.0 - min(1.0, law[token].item() * len(law)) for token in tokens)
+    yield from (1.0 - min(1.0, prob * _VOCAB) for prob in probs)
 
 
 _MUTANTS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import ModelDrafter, SpeculativeDecoder, policies
-from decode.loop.signals import BatchSignals
+from decode.loop.step import DraftSteps
 from decode.policies import AdaEDL, AfterDraw, FixedLength, Heuristic, Policy, SelfVerify
 from decode.policies.auto import Auto
 from decode.policies.base import Number, State, mapped
@@ -17,6 +17,7 @@ from decode.policies.batch import BatchAuto, batched
 from decode.policies.head import HeadPolicy
 from heads import AcceptanceHead
 from lm import Sampling
+from lm.signals import Normalised
 from serve.controller import MeasuredController
 from serve.lanes import Lane, Lanes, RequestRow
 from tests.toys.enumeration import seeded
@@ -106,7 +107,7 @@ def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()
     `waits`: rounds whose draft is not verified: the request loses its row, and comes back later. Returns the largest
     number of requests that were remembered.
     """
-    signals, nums_remembered = BatchSignals(model(2).get_input_embeddings()), list[int]()
+    signals, nums_remembered = DraftSteps(model(2).get_input_embeddings()), list[int]()
     clock = accumulate(np.random.default_rng(0).exponential(size=10_000))  # seconds of draft steps and verifications
     lanes = Lanes(MeasuredController(partial(next, clock)))
     waiting, batch = list(requests), list[Request]()
@@ -124,7 +125,7 @@ def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()
             logits = torch.cat([output.logits[:, -1] for output in outputs])
             hidden = torch.cat([output.hidden_states[-1][:, -1] for output in outputs])
             given = {"policies": lanes.policies, "nums_before": [request.num_before for request in batch]}
-            tokens, drawn = signals.read(position, logits, hidden, torch.tensor(ids), **given)
+            tokens, drawn = signals.read(position, Normalised(logits), hidden, torch.tensor(ids), **given)
             for lane, ours, theirs in zip(lanes._rows, drawn, expected, strict=True):
                 for name in ("position", *lane.run.policy.signals) if lane.run.is_going else ():
                     assert getattr(ours, name) == pytest.approx(getattr(theirs, name), abs=1e-4), lane.run.policy

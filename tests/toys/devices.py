@@ -19,11 +19,18 @@ _GETTERS = {
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.__index__, Tensor.cpu}
 _FROM_ANY_DEVICE = _READS - {Tensor.__index__, Tensor.cpu} | {Tensor.copy_, Tensor.data.__set__}
 _FROM_ANY_DEVICE |= {torch._has_compatible_shallow_copy_type}
+_INDEXED = {Tensor.__getitem__, Tensor.__setitem__}
+_FROM_HOST = {torch.tensor, torch.as_tensor}
 _ON_HOST = {Tensor.numpy, Tensor.__array__}
 
 
 def device_of(tensor):
     return getattr(tensor, "_fake_device", CPU)
+
+
+def _is_on_host(value):
+    """Whether a source or an index is a list, or a tensor of several numbers on the CPU."""
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0 and device_of(value) == CPU)
 
 
 def put(module, device):
@@ -37,6 +44,10 @@ class FakeDevices(TorchFunctionMode):
 
     num_host_reads = 0
     """Times that the host waited for a number from another device: item, tolist, truth values, cpu() and to(cpu)."""
+    num_uploads = 0
+    """Times that numbers of the host went to another device, for which CUDA waits: tensors of lists, to, copy_, and
+    indices that are lists or on the host. Numbers of a launch (full, fill_, an index that is one number) are none.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -45,6 +56,9 @@ class FakeDevices(TorchFunctionMode):
         if func in _READS and device_of(args[0]) != CPU:
             self.num_host_reads += 1
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is Tensor.copy_ or func in _INDEXED:
+            sent = [args[1]] if func is Tensor.copy_ else args[1] if isinstance(args[1], tuple) else [args[1]]
+            self.num_uploads += sum(map(_is_on_host, sent)) if device_of(args[0]) != CPU else 0
         if func is Tensor.to:
             return self._moved(args, kwargs)
         if func == Tensor.data.__set__:  # how a module moves its parameters
@@ -53,6 +67,8 @@ class FakeDevices(TorchFunctionMode):
             return _at(args[0].view_as(args[0]), CPU)
         requested = kwargs.pop("device", None)
         device = torch.device(requested) if requested is not None else self._common_device(func, tensors)
+        if func in _FROM_HOST and device != CPU and all(device_of(tensor) == CPU for tensor in tensors[:1]):
+            self.num_uploads += 1
         if func in _ON_HOST and device != CPU:
             raise TypeError(f"the host cannot read the memory of {device}")
         generator = kwargs.get("generator")
@@ -73,6 +89,7 @@ class FakeDevices(TorchFunctionMode):
         result = Tensor.to(args[0], dtypes[0]) if dtypes else args[0]
         device = devices[0] if devices else device_of(args[0])
         self.num_host_reads += device == CPU != device_of(args[0])
+        self.num_uploads += device != CPU == device_of(args[0])
         return result if device_of(result) == device else _at(result.view_as(result), device)
 
     def _common_device(self, func, tensors):

@@ -110,6 +110,7 @@ class ToyModel(CachedModel):
 
     device = output_device = torch.device("cpu")
     hidden_size = 4
+    with_hidden = True
     max_length = float("inf")
 
     @property
@@ -126,7 +127,7 @@ class ToyModel(CachedModel):
     def embedding(self, tokens: Tensor) -> Tensor:
         return torch.eye(self.num_embeddings, dtype=torch.float64)[tokens][:, :4]
 
-    def reset(self) -> None:
+    def reset(self, num_tokens: int = 0) -> None:
         self.fed: list[int] = []
 
     def roll_back(self, length: int) -> None:

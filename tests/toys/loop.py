@@ -20,7 +20,7 @@ from decode.policies.registry import POLICIES as REGISTERED
 from decode.policies.registry import RULES, SOLVED
 from heads import AcceptanceHead
 from lm import Sampler, Sampling
-from lm.batch import BatchModel
+from lm.batch import BatchModel, batch_of
 from lm.masks import Tree
 from tests.toys.enumeration import Law, ToyModel, assert_same_law, law_of
 from tests.toys.observed import observed
@@ -151,10 +151,14 @@ class ToyBatch(BatchModel):
         self.rows = [ToyModel(model.seed, model.vocab_size, **shape) for _ in range(num)]
 
     def feed(self, rows, new_tokens, num_logits):
-        return [row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)]
+        return torch.cat([row.feed(tokens, num) for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True)])
 
 
-decode.loop.batch.BatchModel = lambda model, num: (ToyBatch if isinstance(model, ToyModel) else BatchModel)(model, num)
+def toy_batch_of(model, num_rows, num_tokens):
+    return ToyBatch(model, num_rows) if isinstance(model, ToyModel) else batch_of(model, num_rows, num_tokens)
+
+
+decode.loop.batch.batch_of = toy_batch_of
 
 
 def decoder_of(
@@ -190,8 +194,8 @@ class ToyTreeModel(ToyModel):
 
     holds_trees = True
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, num_tokens: int = 0) -> None:
+        super().reset(num_tokens)
         self.tree = Tree()
 
     def __len__(self) -> int:

@@ -59,9 +59,9 @@ def observed(decoder: SpeculativeDecoder, draft: CachedModel | None = None) -> I
         seen.num_given_back += max(0, len(target) - length)
         original(length)
 
-    def reset(original: Callable[..., None]) -> None:
+    def reset(original: Callable[..., None], num_tokens: int) -> None:
         before = seen.num_given_back
-        original()
+        original(num_tokens)
         seen.num_given_back = before  # a sequence that is forgotten is nothing that this generation discards
 
     def draft_forward(original: Callable[..., Any], *arguments: Any) -> Any:

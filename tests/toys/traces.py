@@ -12,7 +12,7 @@ import torch
 
 from evaluation.traces.trace import InputTensors, Trace, TraceRow
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
-from lm.signals import signals_of
+from lm.signals import Normalised, signals_of
 from tests.toys.enumeration import ToyModel
 from tests.toys.loop import PROMPT, SAMPLINGS
 
@@ -108,7 +108,7 @@ class Toys:
             "is_eos": torch.isin(tokens, torch.tensor(sorted(self.eos_ids))),
             "entropy": entropy(logits),
             "max_prob": log_probs.exp().amax(-1),
-            "top_prob": signals_of(logits, torch.zeros(len(logits)).long(), ["top_prob"])["top_prob"],
+            "top_prob": signals_of(Normalised(logits), torch.zeros(len(logits)).long(), ["top_prob"])["top_prob"],
             "log_token_prob": log_probs.gather(-1, tokens[:, None])[:, 0],
             "logit_token_prob": log_probs.exp().gather(-1, tokens[:, None])[:, 0].logit(),
             "logit_max_prob": log_probs.exp().amax(-1).logit(),

@@ -93,6 +93,11 @@ def test_a_target_beside_its_draft_is_run_by_one_thread_and_an_error_of_the_draf
     assert decoder.generate(PROMPT, 6, generator=seeded()).token_ids == expected
 
 
+def test_batches_are_refused():
+    with pytest.raises(ValueError, match="a PearlDecoder decodes one prompt at a time"):
+        PearlDecoder(ToyModel(1), ToyModel(2), gamma=2, eos_ids=frozenset()).generate_batch([PROMPT, PROMPT], 3)
+
+
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [({"gamma": 0}, "gamma is 0; PEARL drafts at least 1"), ({"gamma": 2, "is_parallel": True}, "needs two devices")],

@@ -75,8 +75,9 @@ def test_counts_are_what_the_models_saw_and_a_target_that_holds_no_trees_is_refu
     assert sum(target.forwards) == len(PROMPT) + counts.num_drafted + counts.num_target - 1
     assert counts.num_drafted + counts.num_target == counts.num_emitted + counts.num_discarded
     assert max(len(played.path) for played in generation.rounds) == 2
-    with pytest.raises(ValueError, match="a TreeDrafter needs a target that holds trees"):
-        SpeculativeDecoder(ToyModel(1), decoder.drafter)
+    for make in (lambda: SpeculativeDecoder(ToyModel(1), decoder.drafter), lambda: TreeDrafter(ToyModel(1), Policy())):
+        with pytest.raises(ValueError, match="a TreeDrafter needs models that hold trees"):
+            make()
 
 
 def test_what_a_tree_shows_as_refused_is_its_likeliest_path_behind_the_accepted_one():

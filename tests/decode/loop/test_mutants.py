@@ -16,8 +16,8 @@ import lm.draws
 import lm.verification
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.policies import FixedLength
-from lm import GreedySampler, RandomSampler, residual_probs, verify
-from lm.verification import revealed_probs
+from lm import GreedySampler, RandomSampler, residual_probs
+from lm.verification import revealed_probs, verify_rows
 from tests.toys.enumeration import ToyModel
 
 _propose, _round = ModelDrafter.propose, SpeculativeDecoder._round
@@ -29,7 +29,8 @@ def _last_row_residual(count, q, p, draws):
 
 
 def _bonus_from_previous_row(tokens, q, p, draws):
-    return verify(tokens, q, torch.cat([p[:-1], p[-2:-1] if len(tokens) else p[-1:]]), draws)
+    [(drafted, rows)] = zip(tokens, p, strict=True)
+    return verify_rows(tokens, q, [torch.cat([rows[:-1], rows[-2:-1] if drafted else rows[-1:]])], draws)
 
 
 def _q_before_warping(self, committed, max_tokens):
@@ -64,7 +65,7 @@ def _learn_ahead(self, committed, max_tokens):
     """A draft ends before the first token that its own verification will reveal as likelier rejected than not."""
     proposal = _propose(self, committed, max_tokens)
     p = self._session.sampling.dists(ToyModel(1).feed(committed + proposal.tokens, len(proposal.tokens) + 1))
-    chances = revealed_probs(len(proposal.tokens), proposal.tokens, proposal.dists, p, RandomSampler())
+    chances = revealed_probs(proposal.tokens, proposal.dists, p, RandomSampler())
     return _cut(self, proposal, next((i for i, chance in enumerate(chances) if chance < 0.5), len(chances)))
 
 
@@ -167,16 +168,16 @@ MUTANTS = {
     # what is broken: what replaces it, and the test that notices
     "residual_sign": ((lm.verification, "residual_probs", lambda q, p: residual_probs(p, q)), *PLAIN),
     "no_residual": ((lm.verification, "residual_probs", lambda q, p: p), PER_SAMPLING, ("entropy", "plain")),
-    "accept_by_target_prob": ((lm.verification, "_ratio", lambda token, q, p: float(p[token])), *PLAIN),
-    "accept_swapped": ((lm.verification, "_ratio", lambda token, q, p: _ratio(token, p, q)), *SWAPPED),
+    "accept_by_target_prob": ((lm.verification, "_ratio", lambda q, p: p), *PLAIN),
+    "accept_swapped": ((lm.verification, "_ratio", lambda q, p: _ratio(p, q)), *SWAPPED),
     "last_row_residual": ((lm.verification, "next_dist", _last_row_residual), TOYS, ("five tokens",)),
-    "bonus_from_previous_row": ((decode.loop.decoder, "verify", _bonus_from_previous_row), *PLAIN),
+    "bonus_from_previous_row": ((decode.loop.decoder, "verify_rows", _bonus_from_previous_row), *PLAIN),
     "q_before_warping": ((ModelDrafter, "propose", _q_before_warping), PER_SAMPLING, ("fixed_length", "top_k")),
     "q_shifted": ((ModelDrafter, "propose", _q_shifted), *PLAIN),
     "drop_by_value": ((ModelDrafter, "propose", _drop_by_value), *PLAIN),
     "learn_ahead": ((ModelDrafter, "propose", _learn_ahead), PER_SAMPLING, ("learning_head", "plain")),
     "draft_past_eos": ((ModelDrafter, "propose", _draft_past_eos), *ENDS),
-    "second_best": ((GreedySampler, "token", lambda self, probs: int(probs.argsort()[-2])), *GREEDY),
+    "second_best": ((lm.verification, "_best_tokens", lambda p: p.argsort()[:, -2].tolist()), *GREEDY),
     "all_agree": ((GreedySampler, "num_accepted", lambda self, probs: len(list(probs))), *GREEDY),
     "emit_past_eos": ((SpeculativeDecoder, "_round", _emit_past_eos), *ENDS),
     "overrun": ((SpeculativeDecoder, "_round", _overrun), LIMITS, (3, 2)),

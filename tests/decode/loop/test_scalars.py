@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from data_gen.labels.laws import label_draft
-from decode.loop.signals import BatchSignals, DeviceSignals, HostSignals
+from decode.loop.signals import DeviceSignals, HostSignals
+from decode.loop.step import DraftSteps
 from decode.policies import HeadPolicy
 from evaluation.traces.coupling import read_signals
 from heads import AcceptanceHead
 from heads.model.head import Timing
 from lm import Sampling
-from lm.signals import LARGEST_LOGIT, logit_of_log, signals_of, token_stats
+from lm.signals import LARGEST_LOGIT, Normalised, logit_of_log, signals_of, token_stats
 from tests.toys.enumeration import ToyModel
 
 INF = math.inf
@@ -48,7 +49,7 @@ def test_both_logits_are_equal_in_batches_in_numpy_on_a_device_in_data_and_in_tr
     row, ids, vocab = torch.tensor(logits, dtype=dtype), torch.tensor([token]), len(logits)
     expected = pytest.approx([of_token, of_max], rel=2e-6, abs=2e-6)
     names = ("logit_token_prob", "logit_max_prob")
-    columns = signals_of(row[None], ids, names)
+    columns = signals_of(Normalised(row[None]), ids, names)
     assert [columns[name].item() for name in names] == expected
     stats = token_stats(row, token)
     assert [getattr(stats, name) for name in names] == expected
@@ -60,8 +61,8 @@ def test_both_logits_are_equal_in_batches_in_numpy_on_a_device_in_data_and_in_tr
         model.feed([0])
         for reader in (HostSignals(policy, model), DeviceSignals(policy, model)):
             scores.append(getattr(reader.read(0, row, token), logit))
-        _, [drawn] = BatchSignals(lambda ids: torch.zeros(len(ids), 4)).read(
-            0, row[None], torch.zeros(1, 4), ids, policies=[policy], nums_before=[0]
+        _, [drawn] = DraftSteps(lambda ids: torch.zeros(len(ids), 4)).read(
+            0, Normalised(row[None]), torch.zeros(1, 4), ids, policies=[policy], nums_before=[0]
         )
         scores.append(getattr(drawn, logit))
     assert scores == pytest.approx([of_token] * 3 + [of_max] * 3, rel=2e-6, abs=2e-6)
@@ -76,6 +77,6 @@ def test_both_logits_are_equal_in_batches_in_numpy_on_a_device_in_data_and_in_tr
 @pytest.mark.parametrize(("logits", "token", "of_token"), [row[1:4] for row in ROWS], ids=[r[0] for r in ROWS])
 def test_the_stored_log_q_gives_the_logit(logits, token, of_token):
     row = torch.tensor(logits)
-    stored = signals_of(row[None], torch.tensor([token]), ["log_token_prob"])["log_token_prob"]
+    stored = signals_of(Normalised(row[None]), torch.tensor([token]), ["log_token_prob"])["log_token_prob"]
     assert logit_of_log(stored).item() == pytest.approx(of_token, rel=2e-6, abs=2e-6)
     assert token_stats(row, token).log_token_prob == pytest.approx(stored.item(), rel=2e-6)

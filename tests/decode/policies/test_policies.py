@@ -32,7 +32,7 @@ from decode.policies.registry import RULES, Registered, parse_policy
 from decode.policies.scores import sigmoid
 from heads import AcceptanceHead, Provenance
 from lm import entropy
-from lm.signals import signals_of
+from lm.signals import Normalised, signals_of
 from tests.toys.enumeration import ToyModel, seeded
 from tests.toys.loop import POLICIES
 
@@ -207,7 +207,7 @@ def test_entropy_of_a_near_certain_token_is_at_least_zero(dtype):
     by_host = reader_of(Entropy(0.3), ToyModel(2))
     for row in logits:
         token = int(row.argmax())
-        read = signals_of(row[None], torch.tensor([token]), ["entropy"])["entropy"]
+        read = signals_of(Normalised(row[None]), torch.tensor([token]), ["entropy"])["entropy"]
         assert min(float(entropy(row)), float(read), by_host.read(0, row, token).entropy) >= 0.0
 
 
