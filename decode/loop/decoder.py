@@ -109,8 +109,14 @@ class SpeculativeDecoder:
                     f"(`lm.rope`), up to {max(map(len, all_ids))} tokens; decode the long ones apart"
                 )
         requests = list(zip(all_ids, limits, generator, strict=True))
-        settings: Any = {"session": everyone, "max_draft_length": self.max_draft_length}
-        return Batch(self.target, self.drafter, requests, num_rows=num_rows, **settings)
+        return Batch(
+            self.target,
+            self.drafter,
+            requests,
+            num_rows=num_rows,
+            session=everyone,
+            max_draft_length=self.max_draft_length,
+        )
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None

@@ -42,9 +42,9 @@ class SignalReader:
                 f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
             )
         self.model, self.requested, self.devices = model, policy.signals, _devices_of(model)
-        self.confidence_of: Any = model if "confidence_logit" in policy.signals else None
         has_confidence = isinstance(model, BlockModel) and model.draft.confidence_head is not None
-        if self.confidence_of is not None and not has_confidence:
+        self.confidence_of = model if isinstance(model, BlockModel) and "confidence_logit" in policy.signals else None
+        if "confidence_logit" in policy.signals and not has_confidence:
             raise ValueError(
                 f"{type(policy).__name__} reads the draft's own confidence, but this draft has no confidence head; use "
                 "a DSpark draft that has one, or another policy"
