@@ -16,7 +16,7 @@ SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d1-w6
 SMOLLM2_SETTINGS = --config smollm2 --pair.target.path $(SMOLLM2) --data.prompts checkpoints/smollm2/prompts.jsonl \
 	--data.num_train null --data.num_dev 8 --data.num_test 16 --decode.num_dev 8 --decode.num_test 16 --decode.dir runs/smollm2
 
-.PHONY: help install demo smollm2 test test-all check conformance test-vllm docs outputs tree clean
+.PHONY: help install demo smollm2 test test-all check conformance test-vllm docs outputs pictures tree clean
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
@@ -68,6 +68,9 @@ docs: $(INSTALLED) ## the site, into site/: pages, every option, the Python API
 
 outputs: $(INSTALLED) ## run the commands whose output the docs quote, and write it into the pages (ten minutes)
 	$(RUN) -m docs.outputs
+
+pictures: $(INSTALLED) ## the pictures of the docs, into docs/pictures; needs Chromium
+	$(RUN) docs/pictures.py
 
 tree: $(INSTALLED) ## the rooms, one line per file
 	@$(RUN) -m tests.layout

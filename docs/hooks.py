@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -24,6 +24,9 @@ ROOMS = ("decode", "heads", "data_gen", "configs")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
 # nbconvert adds loaders of MathJax and Mermaid from another host to every notebook; ours uses neither.
 _LOADERS = re.compile(r'<script (?:src=""|type="(?:module|text/x-mathjax-config)")>.*?</script>', re.DOTALL)
+_CELL = re.compile(r"<(t[dh])((?: style=\"[^\"]*\")?)>(.*?)</\1>", re.DOTALL)
+_SHORT = 24
+"""Characters of a cell that no table breaks, such as an interval or a policy's name."""
 _TITLES = {"pair": "the models", "data": "prompts and rows", "heads": "the sweep", "decode": "policies and evaluation"}
 
 
@@ -39,8 +42,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove those loaders, so that the site works offline."""
-    return _LOADERS.sub("", html) if page.file.src_uri.endswith(".ipynb") else html
+    """Remove those loaders, so that the site works offline, and keep short cells of tables in one line."""
+    if page.file.src_uri.endswith(".ipynb"):
+        return _LOADERS.sub("", html)
+    return _CELL.sub(_in_one_line, html)
+
+
+def _in_one_line(cell: re.Match[str]) -> str:
+    tag, attributes, content = cell.groups()
+    is_short = len(unescape(re.sub(r"<[^>]+>", "", content))) <= _SHORT
+    return f'<{tag}{attributes} class="short">{content}</{tag}>' if is_short else cell[0]
 
 
 def commands() -> str:

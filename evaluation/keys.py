@@ -9,10 +9,12 @@ import ast
 import inspect
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, fields
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 
 from data_gen.prompts.prompt import Prompt
-from data_gen.store.manifest import digest
+from data_gen.store.manifest import digest, git_commit
 from decode.experiment import Experiment, Level
 from decode.policies.base import Policy
 from heads.model.head import AcceptanceHead
@@ -65,6 +67,20 @@ def machine_key(experiment: Experiment) -> dict[str, Any]:
         "threads": experiment.models.num_threads or torch.get_num_threads(),
         "versions": {package: _version(package) for package in _PACKAGES},
         "code": code_key(),
+    }
+
+
+def made(experiment: Experiment) -> dict[str, str]:
+    """When, with which versions, where and by which command something is made now, for the reader of a page."""
+    key = machine_key(experiment)
+    versions = ", ".join(f"{package} {version}" for package, version in key["versions"].items() if version)
+    command = shlex.join(["acceptance-heads", *sys.argv[1:]]) if experiment.arguments else "called from Python"
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "versions": f"Python {platform.python_version()}, {versions}",
+        "commit": git_commit() or "unknown",
+        "host": f"{platform.node()}: {key['gpu'] or key['processor']}, {key['threads']} threads",
+        "command": command,
     }
 
 

@@ -28,6 +28,7 @@ from heads.model.files import FILES, downloaded, exported_heads, note_on_earlier
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead, Provenance, Timing
 from heads.model.official import read_official_head
+from heads.model.published import license_of, portable
 from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from lm import load_pair
@@ -145,12 +146,22 @@ def _passing(
     return [name for name in names if beats[name]], [f"{refusal} {remedy}."]
 
 
-def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, float]:
-    """Metrics of a head for its config.json: those on dev, its signal's KL there, and its raw KL on training data."""
-    on_dev = results["dev"]["heads"][name]
-    metrics = {key: on_dev[key] for key in METRICS if on_dev[key] is not None}
-    on_train = results["train"]["heads"][name]["raw_kl"]
-    return metrics | {"signal_kl": signal_kl(results["dev"], timing), "train_raw_kl": on_train}
+def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, object]:
+    """Metrics of a head for its config.json: on dev, on test if there is one, and its raw KL on training data."""
+    metrics = _on_split(name, timing, results["dev"])
+    if "test" in results:
+        metrics["test"] = _on_split(name, timing, results["test"])
+    return metrics | {"train_raw_kl": results["train"]["heads"][name]["raw_kl"]}
+
+
+def _on_split(name: str, timing: Timing, result: Result) -> dict[str, object]:
+    """Metrics of a head, its signal and a constant on one split; those without a value are left out."""
+    head = result["heads"][name]
+    labels = result["labels"][timing]
+    metrics = {key: head.get(key) for key in (*METRICS, "kl_interval", "lead", "lead_interval")}
+    metrics |= {key: labels.get(key) for key in ("num_responses", "num_tokens", "constant_kl")}
+    metrics["signal_kl"] = signal_kl(result, timing)
+    return {key: value for key, value in metrics.items() if value not in (None, [None, None])}
 
 
 def _saved(heads: dict[str, AcceptanceHead], root: Path, *, run: str | None) -> list[Path]:
@@ -223,19 +234,23 @@ def import_(
     return path
 
 
-def push(*, path: str, repo: str, private: bool = False) -> str:
+def push(*, path: str, repo: str, private: bool = False, license: str | None = None) -> str:
     """Upload an exported head and its model card to the hub.
 
     Args:
         path: directory of the head.
         repo: owner/name of the repository; created if it does not exist.
         private: create a new repository as private.
+        license: identifier of the head's license, such as apache-2.0; null: that of config.json, else of the draft's
+            model card.
 
     Raises:
         ValueError: the hub cannot be reached, or refuses the upload.
     """
     directory = local_path(path, "--path")
     head = AcceptanceHead.from_pretrained(directory)
+    stated = license or head.provenance.license or license_of(head.provenance.draft, may_download=True)
+    head.provenance = replace(head.provenance, license=stated)
     try:
         commit: Any = head.push_to_hub(repo, private=private, commit_message=f"Upload head {directory.name}")
     except HUB_ERRORS as error:
@@ -348,7 +363,7 @@ def _export_sts(config: Config, path: Path) -> Path:
             "data.draft_length to the block, raise data.num_dev, and make the data again"
         )
     logits, probs = torch.stack(blocks).double().unbind(1)
-    facts = {"dataset": f"{config.data.dir}, dev", "num_samples": len(blocks)}
+    facts = {"dataset": f"{portable(config.data.dir)}, dev", "num_samples": len(blocks)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, to_json(sequential_temperatures(logits, probs.cumprod(1)) | facts, indent=1).encode())
     print(f"wrote {path}; next: sglang --speculative-dspark-confidence-sts-path {path}")

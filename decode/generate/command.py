@@ -71,7 +71,7 @@ def generate(
     closing = summary(Generation.of(transcript.rounds), stop)
     transcript.console.print("\n" + closing, soft_wrap=True)
     if picture_path is not None:
-        title = f"python -m decode generate --policy {policy}"
+        title = f"acceptance-heads generate --policy {policy}"
         picture_path.write_text(picture(transcript.text, closing, title=title), encoding="utf-8")
 
 

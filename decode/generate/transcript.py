@@ -6,6 +6,7 @@ residual   the target's token instead of a rejected    red
 bonus      the target's token after full acceptance     blue
 """
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -16,6 +17,8 @@ from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 
 STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red", "bonus": "bold blue"}
+_COLUMNS = 76
+"""Width of a picture."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -73,10 +76,11 @@ class Transcript:
 
 
 def picture(text: Text, closing: str, *, title: str) -> str:
-    """Legend, text and closing line as SVG, wrapped at 100 columns."""
-    console = Console(record=True, file=StringIO(), width=100, highlight=False)
+    """Legend, text and closing line as SVG, in the fonts of the reader."""
+    console = Console(record=True, file=StringIO(), width=_COLUMNS, highlight=False)
     console.print(legend(), text, closing, sep="\n")
-    return console.export_svg(title=title)
+    # rich's own fonts come from another host
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
 
 
 def summary(generation: Generation, policy: Policy) -> str:

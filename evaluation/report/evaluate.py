@@ -22,6 +22,7 @@ from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
 from evaluation.flag_types import Sizes, sizes_of
+from evaluation.keys import made
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import Verdict, conclude
 from evaluation.report.page import Page, folder_of, write_csv, write_files, write_report
@@ -83,7 +84,7 @@ def evaluate(
         every_times = times.at_ratios(experiment.decode.ratios)
         sources = source_contests(transfer_from, config, competitors, every_times) if transfer_from else {}
         folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
-        page = Page(about=about(experiment, times), directory=directory)
+        page = Page(about=about(experiment, times), directory=directory, made=made(experiment))
         compare_all(experiment, every_times, sources=sources, page=page, tables=_tables(experiment, has_all=all))
         verdict = record_of(conclude_sets(experiment, page, is_brief=config.is_step), experiment)
         written = [*write_files(page), *publish_verdict(verdict, experiment, directory)]

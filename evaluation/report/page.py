@@ -3,22 +3,20 @@ on the page is computed here; its slider switches between tables that are alread
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import chain
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import pandas as pd
+from jinja2 import Environment
 
 from decode.experiment import Experiment
 from evaluation.clock import Report, clock_table
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import Contest, Replays, hold_each
 from evaluation.families import family
-from evaluation.figure import Plot
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table, stages_of
 from evaluation.report.verdict import Record, sentence_at
@@ -37,6 +35,8 @@ class Page:
     """One line under the title."""
     directory: Path
     """Folder of all files."""
+    made: Mapping[str, str] = field(default_factory=dict)
+    """When, where, by which command and versions: the footer."""
     replays: dict[str, Replays] = field(default_factory=dict)
     contests: dict[str, list[Contest]] = field(default_factory=dict)
     """The contest at each of the evaluation's times, the first of this machine or as given."""
@@ -121,85 +121,42 @@ def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
 
 def write_report(page: Page, verdict: Record, *, command: str) -> None:
     """Write report.html, and every plot as a file; `command` runs the policy of the verdict."""
-    answers, more_plots, is_several = "", "", len(page.contests) > 1
+    is_several = len(page.contests) > 1
+    datasets = []
     for name, contests in page.contests.items():
         plots = [*map(stage_plot, contests), *all_plots(page.replays[name], contests[0])]
-        plots = [plot.of(name) for plot in plots] if is_several else plots
+        if is_several:
+            plots = [plot.of(name) for plot in plots]
         for plot in plots:
             write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
-        first, *others = map(_answer, contests, plots)
-        if is_several:
-            answers += f"<h2>{escape(name)}</h2><p>{_in_html(sentence_at(contests[0]))}</p>"
-        answers += first
-        for contest, answer in zip(contests[1:], others, strict=True):
-            sentence = _in_html(sentence_at(contest))
-            title = escape(contest.times.title)
-            answers += f"<details><summary>at {title}</summary><p>{sentence}</p>{answer}</details>"
-        more_plots += "".join(map(_figure, plots[len(contests) :]))
+        tables = map(stage_table, contests)
+        answers = list(zip(map(sentence_at, contests), tables, plots[: len(contests)], strict=True))
+        datasets.append({"name": name, "answers": answers, "contests": contests, "plots": plots[len(contests) :]})
     clocks = [
-        _table(clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"]))
+        clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"])
         for report in page.clocks
     ]
-    parts = {
-        "verdict": _verdict(verdict, command) + "".join(_table(stage_table(contest)) for contest in page.pooled),
-        "about": escape(page.about),
-        "answers": answers,
-        **_rankings(page),
-        "batches": _section("In batches", map(_table, page.batch_tables)),
-        "clocks": _section("On a clock", clocks),
-        "plots": more_plots,
-    }
-    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
-    write_atomic(page.directory / "report.html", template.substitute(parts).encode())
-
-
-def _verdict(verdict: Record, command: str) -> str:
-    """The sentence, the command that runs it, and how sure it is."""
-    notes = "".join(f"<li>{_in_html(note)}</li>" for note in verdict["notes"])
-    notes = f'<ul class="note">{notes}</ul>' if notes else ""
-    return f'<p class="verdict">{_in_html(verdict["sentence"])}</p><pre>{escape(command)}</pre>{notes}'
-
-
-def _in_html(sentence: str) -> str:
-    return escape(sentence).replace(" %", "&nbsp;%")
-
-
-def _answer(contest: Contest, picture: Plot) -> str:
-    return f"{_figure(picture)}{_table(stage_table(contest))}"
-
-
-def _rankings(page: Page) -> dict[str, Any]:
-    """The rankings of all datasets at every step of the slider, of which one shows, and the labels of the steps."""
-    times = next(iter(page.contests.values()))[0].times
-    steps = zip(*(at_ratios(page.contests[name], replays) for name, replays in page.replays.items()), strict=True)
-    rankings, labels, here = "", [], 0
-    for number, contests in enumerate(steps):
-        is_here = contests[0].times is times
-        here = number if is_here else here
-        labels.append(f"{contests[0].times.ratio:.3g} draft forwards{', as in this evaluation' * is_here}")
-        tables = "".join(_table(result_table(contest)._replace(note="")) for contest in contests)
-        rankings += f'<div data-step="{number}"{" hidden" * (not is_here)}>{tables}</div>'
-    return {"rankings": rankings, "labels": json.dumps(labels), "last": len(labels) - 1, "here": here}
-
-
-def _section(heading: str, parts: Iterable[str]) -> str:
-    text = "".join(parts)
-    return f"<h2>{heading}</h2>{text}" if text else ""
-
-
-def _figure(plot: Plot) -> str:
-    return f"<figure>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
-
-
-def _table(table: Table) -> str:
-    kinds = [' class="name"' * (number < table.names) for number in range(len(table.columns))]
-    head = "".join(f"<th{kind}>{escape(column)}</th>" for kind, column in zip(kinds, table.columns, strict=True))
-    body = ""
-    for number, cells in enumerate(table.cells):
-        row = "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, cells, strict=True))
-        body += f'<tr class="{table.marks.get(number, "")}">{row}</tr>'
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    return (
-        f'<h3>{escape(table.title)}</h3><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>{note}"
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    text = template.render(
+        page=page,
+        verdict=verdict,
+        command=command,
+        datasets=datasets,
+        pooled=list(map(stage_table, page.pooled)),
+        steps=_steps(page),
+        clocks=clocks,
     )
+    write_atomic(page.directory / "report.html", text.encode())
+
+
+def _steps(page: Page) -> list[dict[str, object]]:
+    """Each step of the slider: its label, whether it is that of the evaluation, and the ranking of each dataset."""
+    times = next(iter(page.contests.values()))[0].times
+    steps = []
+    for contests in zip(*(at_ratios(page.contests[name], of) for name, of in page.replays.items()), strict=True):
+        tables = [result_table(contest)._replace(note="") for contest in contests]
+        is_here = contests[0].times is times
+        label = f"{contests[0].times.ratio:.3g} draft forwards{', as in this evaluation' if is_here else ''}"
+        steps.append({"label": label, "is_here": is_here, "tables": tables})
+    return steps

@@ -4,23 +4,27 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.competitor import CALIBRATED
 from evaluation.contest import Contest, Replays, Result, best_heads
-from evaluation.families import BASELINE, BOUNDS, COLOURS, HEADS, PRODUCT, family, styles_of
-from evaluation.figure import GREY, Plot, figure_of, plot_of
+from evaluation.families import BASELINE, BOUNDS, family, styles_of
+from evaluation.gain import MIN_PROMPTS, gain_over
+from evaluation.report.conclusion import near_best
 from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.traces.trace import Trace
+from heads.measures.figure import GREY, Plot, draw_bins, figure_of, panels_of, plot_of
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
 
 _BINS = 15
-_RAW = " on raw probabilities"
 _FEWEST = 5
 """Tokens in a bin that the reliability plot shows."""
 _LINES: Mapping[Timing, str] = {"fed": "--", "drawn": "-", "prefix": ":"}
 """Timing -> line of its best head."""
+_LOWER = 0.5
+"""How far plots of thresholds reach below the choices of dev, as a part of what is above them."""
 
 
 def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
@@ -30,38 +34,73 @@ def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
 
 
 def thresholds(contest: Contest) -> list[Plot]:
-    """Speed-up over the threshold of each family whose settings differ by one, at its best arm; a plot for each
-    parameter.
+    """The plots of `threshold_figures`."""
+    caption = (
+        "Predicted gain over the best fixed length on test, by {}. Band: 95 % interval over prompts. Dot: dev's "
+        "choice. Thick: the thresholds that dev cannot tell from it."
+    )
+    figures = threshold_figures(contest)
+    return [
+        plot_of(f"thresholds-{number}", caption.format(axis), figure)
+        for number, (axis, figure) in enumerate(figures.items(), 1)
+    ]
+
+
+def threshold_figures(contest: Contest) -> dict[str, Figure]:
+    """Name of a threshold -> the gain over the best fixed length by its value, of each family whose settings differ by
+    it alone, with bands of 95 % and the values that are within noise of dev's best; all on one scale.
     """
-    times, by_parameter = contest.times, dict[str, list[Result]]()
+    by_axis = dict[str, list[Result]]()
     for name, result in contest.results.items():
+        parameter = _threshold_of(result.competitor.settings)
+        if name not in BOUNDS and len(result.competitor.settings) > 4 and parameter is not None:
+            by_axis.setdefault(_axis(result, parameter), []).append(result)
+    figures = {axis: _threshold_figure(contest, results) for axis, results in by_axis.items()}
+    top = max((figure.axes[0].dataLim.y1 for figure in figures.values()), default=0.0)
+    chosen = [100 * result.over(contest.baseline).value for results in by_axis.values() for result in results]
+    span = top - min(chosen, default=0.0) + 1
+    for axis, figure in figures.items():
+        figure.axes[0].set(
+            xlabel=axis,
+            ylabel="gain, %",
+            ylim=(top - (1 + _LOWER) * span, top + 0.05 * span),
+        )
+    return figures
+
+
+def _threshold_figure(contest: Contest, results: Sequence[Result]) -> Figure:
+    figure, axes = figure_of(2.8)
+    axes.axhline(0, color=GREY, linewidth=1)
+    styles = styles_of(result.family for result in results)
+    for result in results:
+        assert result.arm is not None
+        colour, line = styles[result.family]
         settings = result.competitor.settings
         parameter = _threshold_of(settings)
-        if name in BOUNDS or len(settings) <= 4 or parameter is None:
-            continue
-        # the product's parameter has the name of token_prob's, but bounds another probability, as does a raw one
-        if name == PRODUCT:
-            parameter = PRODUCT
-        elif not settings[0].get(CALIBRATED, True):
-            parameter = f"{parameter}{_RAW}"
-        by_parameter.setdefault(parameter, []).append(result)
-    plots = []
-    for number, (parameter, members) in enumerate(by_parameter.items(), 1):
-        figure, axes = figure_of(2.8)
-        styles = styles_of(result.family for result in members)
-        for result in members:
-            assert result.arm is not None
-            colour, line = styles[result.family]
-            threshold = _threshold_of(result.competitor.settings)
-            assert threshold is not None
-            values = [setting[threshold] for setting in result.competitor.settings]
-            speed_up = times.tokens_per_s(result.arm.test) * times.t_target_s[0]
-            axes.plot(values, speed_up, color=colour, linestyle=line, label=family(result.family).label)
-            axes.plot(values[result.number], speed_up[result.number], "o", markersize=6, color=colour)
-        caption = f"Predicted speed-up over the target alone by {parameter}, on test. The dot marks dev's choice."
-        name = f"thresholds-{number}"
-        plots.append(plot_of(name, caption, figure, xlabel=parameter, ylabel="predicted speed-up"))
-    return plots
+        assert parameter is not None
+        order = sorted(range(len(settings)), key=lambda number: settings[number][parameter])
+        values = np.array([settings[number][parameter] for number in order])
+        throughput = contest.times.throughput(result.arm.test)
+        gains = [gain_over(contest.baseline.throughput, throughput.at(number)) for number in order]
+        percent = np.array([100 * gain.value for gain in gains])
+        if contest.num_prompts >= MIN_PROMPTS:
+            ends = 100 * np.array([(gain.low, gain.high) for gain in gains], dtype=float)
+            axes.fill_between(values, *ends.T, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(values, percent, line, color=colour, linewidth=1.2, label=family(result.family).label)
+        near = near_best(result, contest.times)
+        if near is not None:
+            is_equal = np.isin(values, near[1])
+            axes.plot(values[is_equal], percent[is_equal], color=colour, linewidth=4, alpha=0.8)
+        is_chosen = values == result.setting[parameter]
+        axes.plot(values[is_chosen], percent[is_chosen], "o", markersize=6, color=colour)
+    return figure
+
+
+def _axis(result: Result, parameter: str) -> str:
+    """The name of a threshold, as decode.grid and --policy have it; those that bound different probabilities differ."""
+    name = "head" if result.competitor.head else result.family
+    is_raw = not result.setting.get(CALIBRATED, True)
+    return f"{parameter} of {name}{' on raw probabilities' if is_raw else ''}"
 
 
 def _threshold_of(settings: Sequence[Mapping[str, object]]) -> str | None:
@@ -90,37 +129,38 @@ def draft_lengths(contest: Contest) -> Plot:
 
 
 def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:
-    """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position."""
-    figure, axes = figure_of(3.0)
-    drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
-    for timing, head in heads.items():
-        logit = trace.logit(head).astype(np.float64)
-        at, accepted = drawn, is_accepted
-        if head.timing == "fed":  # its score of a token is at the token after it
-            at = np.minimum(drawn + 1, len(trace.token) - 1)
-            is_next = (at > drawn) & (
-                trace.before[at] == drawn
-            )  # else the next token in flat order begins another branch or row
-            is_next &= np.isfinite(trace.signal("log_token_prob")[at])  # else no draft of a reduced vocabulary draws it
-            at, accepted = at[is_next], is_accepted[is_next]
-        prob = expit(head.calibrated_logit(logit[at]))
-        index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
-        count = np.bincount(index, minlength=_BINS)
-        some = count >= _FEWEST
-        mean = np.bincount(index, prob, _BINS)[some] / count[some]
-        share, label = np.bincount(index, accepted, _BINS)[some] / count[some], f"best {TIMING_LABELS[timing]} head"
-        axes.plot(mean, share, _LINES[timing], marker="o", markersize=3, color=COLOURS[HEADS], label=label)
+    """Calibrated prediction against the share accepted, over the tokens that the draft draws first at each position,
+    above the number of tokens.
+    """
+    figure, (axes, below) = panels_of(1, width=4.4, height=4.2, rows=(3, 1))
+    bins = {f"best {TIMING_LABELS[timing]} head": _bins(trace, head) for timing, head in heads.items()}
+    draw_bins(axes, below, bins, lines=[_LINES[timing] for timing in heads])
+    below.set_xlabel("predicted probability of acceptance")
     return plot_of(
         "reliability",
         "Are the heads' predictions right? On the grey diagonal, a prediction of 70 % comes true for 70 % of the "
-        "tokens. Calibrated predictions on test tokens.",
+        "tokens. Calibrated predictions on test tokens, and how many of them there are.",
         figure,
-        xlabel="predicted probability of acceptance",
         ylabel="accepted share of tokens",
-        xlim=(0, 1),
-        ylim=(0, 1),
     )
+
+
+def _bins(trace: Trace, head: AcceptanceHead) -> dict[str, np.ndarray]:
+    drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
+    logit = trace.logit(head).astype(np.float64)
+    if head.timing == "fed":  # its score of a token is at the token after it
+        after = np.minimum(drawn + 1, len(trace.token) - 1)
+        # else the next token in flat order begins another branch or row
+        is_next = (after > drawn) & (trace.before[after] == drawn)
+        is_next &= np.isfinite(trace.signal("log_token_prob")[after])  # else no draft of a reduced vocabulary draws it
+        drawn, is_accepted = after[is_next], is_accepted[is_next]
+    prob = expit(head.calibrated_logit(logit[drawn]))
+    index = np.minimum((prob * _BINS).astype(int), _BINS - 1)
+    count = np.bincount(index, minlength=_BINS)
+    count[count < _FEWEST] = 0
+    divisor = np.maximum(count, 1)
+    predicted = np.bincount(index, prob, _BINS) / divisor
+    return {"predicted": predicted, "true": np.bincount(index, is_accepted, _BINS) / divisor, "count": count}
 
 
 def stage_plot(contest: Contest) -> Plot:

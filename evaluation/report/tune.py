@@ -109,6 +109,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
             **{key: getattr(rule.competitor.policy, key) for key in _RULE},
             "costs": f"{times.origin}; {times.stop_origin}",
             "num_prompts": replays.traces.dev.num_prompts,
+            "gain": list(result.over(baseline)[:3]),
         }
         row = {
             "head": arm.competitor.head,

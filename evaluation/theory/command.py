@@ -11,9 +11,9 @@ import pandas as pd
 
 from configs.load import accepts_yaml
 from configs.schema import Config
-from evaluation.figure import panels_of
 from evaluation.table import Table, announce, printing, say, shown
 from evaluation.theory import closed_forms as forms
+from heads.measures.figure import panels_of
 
 _WIDTH = 110
 _COLUMNS = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
 from heads.measures.histogram import Histogram, Sums, by_position, observe
+from heads.measures.intervals import HEAD, SIGNAL, TOKENS, Products, ratio_interval
 from heads.measures.scores import auroc, measures, reliability
 from heads.model.inputs import SIGNALS
 
@@ -37,12 +38,14 @@ class Evaluation:
         self._signals = signals
         self._names, self._shift, self._temperature = list(map(str, specs)), shift, temperature
         self._rows, self._sums = dict[str, list[int]](), dict[str, dict[str, Sums]]()
+        self._products = dict[str, Products]()
         for index, spec in enumerate(specs):
             self._rows.setdefault(spec.shape.timing, []).append(index)
         for timing, rows in self._rows.items():
             along = {f"{way} {kind}": len(rows) * NUM_POSITIONS for way in _WAYS for kind in _KINDS}
             counts = {"tokens": len(rows), "signal": 1} | along
             self._sums[timing] = {name: Sums(count, shift.device) for name, count in counts.items()}
+            self._products[timing] = Products(len(rows), shift.device)
 
     @torch.no_grad()
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
@@ -56,6 +59,8 @@ class Evaluation:
             signal = features.scalars[SIGNALS[timing]].float()
             sums["tokens"].update(observe(logit, label[None]))
             sums["signal"].update(observe(signal[None], label[None]))
+            slope, offset = self._signals[timing]
+            self._products[timing].update(calibrated, slope * signal + offset, label, features.response_lengths)
             for way, values in zip(_WAYS, (logit, calibrated), strict=True):
                 histograms = by_position(values, label, row_lengths=lengths, num_positions=NUM_POSITIONS)
                 for kind, histogram in zip(_KINDS, histograms, strict=True):
@@ -67,13 +72,16 @@ class Evaluation:
         for timing, rows in self._rows.items():
             sums = {name: of_batches.compute() for name, of_batches in self._sums[timing].items()}
             results = _head_results(sums, shift=self._shift[rows], temperature=self._temperature[rows])
+            products = self._products[timing].compute()
+            for result, interval in zip(results, _intervals(products), strict=True):
+                result |= interval
             heads |= dict(zip([self._names[row] for row in rows], results, strict=True))
             signals[timing] = {SIGNALS[timing]: _signal_results(sums["signal"], *self._signals[timing])}
-            labels[timing] = _label_results(sums["signal"])
+            labels[timing] = _label_results(sums["signal"]) | {"num_responses": float(products[0, -1, -1])}
         return {"heads": {name: heads[name] for name in self._names}, "signals": signals, "labels": labels}
 
 
-def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: Tensor) -> list[dict[str, Any]]:
+def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: Tensor) -> list[Result]:
     tokens = sums["tokens"]
     results = _unstack({"auroc": auroc(tokens), "temperature": temperature, "shift": shift})
     affine = (torch.ones_like(shift), torch.zeros_like(shift)), (1 / temperature, shift / temperature)
@@ -88,6 +96,15 @@ def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: 
             along = dict(zip(_KINDS, (of_positions[at], of_survival[at]), strict=True))
             result[way] = along | {"reliability": bins[index]}
     return results
+
+
+def _intervals(products: Tensor) -> list[Result]:
+    """Of each head: the interval of its KL, how much less KL than the draft's own signal it has, as a part of that, and
+    the interval of this lead.
+    """
+    _, of_kl = ratio_interval(products, HEAD, TOKENS)
+    part, of_part = ratio_interval(products, HEAD, SIGNAL)
+    return _unstack({"kl_interval": of_kl.clamp_min(0), "lead": 1 - part, "lead_interval": 1 - of_part.flip(-1)})
 
 
 def _signal_results(histogram: Histogram, slope: float, offset: float) -> dict[str, float]:
@@ -106,7 +123,7 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
     return {"num_tokens": total, **means, "constant_kl": entropy_of_mean - label_entropy}
 
 
-def _unstack(columns: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+def _unstack(columns: Mapping[str, Tensor]) -> list[Result]:
     """One dict of JSON values for each index of the first axis."""
     values = [column.tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]

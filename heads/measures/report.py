@@ -1,5 +1,5 @@
-"""The results of a sweep: a sentence per timing, Markdown tables (one like Table 3 of SpecDec++, arXiv 2405.19715),
-val_metrics.json and plots.
+"""The results of a sweep: a sentence per timing, Markdown tables (one like Table 3 of SpecDec++, arXiv 2405.19715), and
+val_metrics.json.
 """
 
 import json
@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 from heads.grid import HeadSpec
 from heads.measures.evaluation import Result
@@ -36,7 +34,7 @@ def best_heads(result: Result, specs: Sequence[HeadSpec], *, metric: str = "cali
     known = sorted(name for name, value in result["heads"][str(specs[0])].items() if isinstance(value, float))
     if metric not in known:
         raise ValueError(f"metric {metric!r} is unknown; use one of {', '.join(known)}")
-    sign = -1 if metric == "auroc" else 1
+    sign = -1 if metric in ("auroc", "lead") else 1
     return {
         kind: min(map(str, of_kind), key=lambda name: sign * result["heads"][name][metric])
         for kind, of_kind in by_kind(specs).items()
@@ -157,79 +155,6 @@ def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, hi
     write_atomic(path, f"{json.dumps(finite, indent=1)}\n".encode())
 
 
-def save_plots(
-    directory: Path, result: Result, *, history: list[dict[str, Any]], specs: Sequence[HeadSpec]
-) -> list[Path]:
-    """Draw every plot into a directory; returns the files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    figures = {"reliability": _reliability(result, specs), "along_draft": _along_draft(result, specs)}
-    if history:
-        figures["learning_curves"] = _learning_curves(result, specs, history=history)
-    for name, figure in figures.items():
-        figure.savefig(directory / f"{name}.png", dpi=120)
-    return [directory / f"{name}.png" for name in figures]
-
-
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     header = " | ".join(columns).lstrip()  # a first column without a name is "| |"
     return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _reliability(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Predicted and true acceptance probability, raw and calibrated, of the best head per kind and reject weight."""
-    kinds = by_kind(specs)
-    figure = Figure(figsize=(8, 0.6 + 3.7 * len(kinds)), layout="constrained")
-    axes = figure.subplots(len(kinds), 2, squeeze=False, sharex=True, sharey=True)
-    for row, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
-        for axis, way in zip(row, ("raw", "calibrated"), strict=True):
-            axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
-            for weight in dict.fromkeys(spec.reject_weight for spec in of_kind):
-                of_weight = [spec for spec in of_kind if spec.reject_weight == weight]
-                best = min(of_weight, key=lambda spec: result["heads"][str(spec)]["calibrated_kl"])
-                bins = result["heads"][str(best)][way]["reliability"]
-                points = zip(bins["predicted"], bins["true"], bins["share"], strict=True)
-                filled = [(predicted, true) for predicted, true, share in points if share > 1e-3]
-                label = f"w_rej {weight:g}, depth {best.shape.depth}"
-                axis.plot(*zip(*filled, strict=True), marker=".", label=label)
-            axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted acceptance_prob", ylabel="mean acceptance_prob")
-            axis.set_title(f"{kind}, {way}", fontsize=10)
-        row[0].legend(fontsize=8)
-    return figure
-
-
-def _along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
-    """Calibrated token KL, token ECE and survival ECE by draft position, of the best head of each kind of inputs."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    panels = {"token KL, nats": ("by_position", "kl"), "token ECE": ("by_position", "ece")}
-    panels["survival ECE"] = ("survival", "ece")
-    axes = figure.subplots(1, len(panels))
-    for axis, (title, (group, metric)) in zip(axes, panels.items(), strict=True):
-        for name in best_heads(result, specs).values():
-            values = [entry[metric] for entry in result["heads"][name]["calibrated"][group]]
-            axis.plot(range(1, len(values) + 1), values, marker=".", label=name)
-        axis.set(xlabel="draft position", title=title, ylim=(0, None))
-    axes[0].legend(fontsize=8)
-    return figure
-
-
-def _learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[dict[str, Any]]) -> Figure:
-    """Calibrated KL on dev at each validation, one panel per kind of inputs, with that of the draft's own signal."""
-    kinds = by_kind(specs)
-    figure = Figure(figsize=(1.2 + 4.2 * len(kinds), 4), layout="constrained")
-    axes = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-    depths = sorted({spec.shape.depth for spec in specs})
-    steps = [entry["step"] for entry in history]
-    for axis, (kind, of_kind) in zip(axes, kinds.items(), strict=True):
-        for spec in of_kind:
-            colour = colormaps["viridis"](depths.index(spec.shape.depth) / max(1, len(depths) - 1))
-            curve = [entry["calibrated_kl"][specs.index(spec)] for entry in history]
-            is_first = spec.reject_weight == of_kind[0].reject_weight and not spec.dropout
-            label = f"depth {spec.shape.depth}" if is_first else None
-            axis.plot(steps, curve, color=colour, linewidth=1, label=label)
-        timing = of_kind[0].shape.timing
-        label = f"{SCALARS[SIGNALS[timing]].symbol} alone"
-        axis.axhline(signal_kl(result, timing), color="black", linestyle="--", linewidth=1, label=label)
-        axis.set(xlabel="optimiser steps", title=kind)
-        axis.legend(fontsize=8)
-    axes[0].set_ylabel("calibrated KL on dev, nats")
-    return figure

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
-from jinja2 import Environment
+from jinja2 import ChainableUndefined, Environment
 
 from heads.model.formula import PAPERS
 from heads.model.inputs import SIGNALS, Inputs
@@ -32,13 +32,9 @@ def description(config: dict[str, Any], *, num_parameters: int) -> str:
 def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
     """The macros of card.jinja, filled in."""
     inputs = Inputs.from_config(config)
-    facts = {"architecture": PAPERS, "embedding": False, "papers": PAPERS, "num_parameters": num_parameters} | config
-    facts |= {name: config.get(name) or {} for name in ("draft", "target", "sampling", "recommended")}
-    mixing = {"token mixing ratio": config.get("mixing_ratio")} if config["timing"] == "fed" else {}
-    facts["training"] = mixing | config.get("training", {})
-    facts["numbers"] = {name: x for name, x in config.get("metrics", {}).items() if isinstance(x, int | float)}
+    facts = {"architecture": PAPERS, "papers": PAPERS, "num_parameters": num_parameters} | config
     facts["symbols"] = [SCALARS[name].symbol for name in inputs.scalars]
     facts["symbol_of_signal"] = SCALARS[SIGNALS[config["timing"]]].symbol
-    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(_TEXT.read_text(encoding="utf-8"))
-    macros = template.make_module(facts)
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined)
+    macros = environment.from_string(_TEXT.read_text(encoding="utf-8")).make_module(facts)
     return {name: str(getattr(macros, name)()).strip() for name in _SECTIONS}

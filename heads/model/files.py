@@ -16,6 +16,7 @@ from torch import Tensor
 
 from configs.hints import first_of
 from configs.paths import check_local
+from heads.model.published import portable
 from lm.sampling import FLOATS
 from store.hub import HUB_ERRORS
 from store.json_files import read_json
@@ -31,6 +32,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("embedding", "is_normalised"), (bool,)),
     **dict.fromkeys(("accept_weight", "reject_weight", "calibration_temperature"), (int, float)),
     "mixing_ratio": (int, float, type(None)),
+    "license": (str, type(None)),
     **dict.fromkeys(("draft", "target", "sampling", "training", "metrics", "recommended"), (dict,)),
 }
 """Key of config.json -> allowed types."""
@@ -119,8 +121,8 @@ def _is_imported(directory: Path) -> bool:
 
 
 def write_head_config(path: Path, config: dict[str, Any]) -> None:
-    """Write config.json atomically."""
-    write_atomic(path, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    """Write config.json atomically, without paths of this machine."""
+    write_atomic(path, (json.dumps(portable(config), indent=2, sort_keys=True) + "\n").encode())
 
 
 def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:

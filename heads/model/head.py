@@ -40,6 +40,7 @@ from heads.model.files import (
 )
 from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
+from heads.model.published import portable
 from lm.signals import SCALARS
 from store.shards import write_atomic
 
@@ -68,8 +69,10 @@ class Provenance:
     """temperature, top_k, top_p of the data; empty: unknown (an imported head)."""
     training: dict[str, Any] = field(default_factory=dict)
     """Data, recipe and steps, for the model card."""
+    license: str | None = None
+    """Of the head's weights on the hub; None: not stated."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Measured on dev; train_… on training responses."""
+    """Measured on dev; those of test under `test`; train_… on training responses."""
     recommended: dict[str, Any] = field(default_factory=dict)
     """A threshold and the times it was chosen for; written by `acceptance-heads tune`."""
 
@@ -225,7 +228,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Entries of config.json."""
         sizes = {"architectures": [type(self).__name__], "hidden_size": self.hidden_size, "num_layers": self.depth}
         shape = {"timing": self.timing, "architecture": self.architecture, **self.inputs.config}
-        return sizes | shape | asdict(self.provenance)
+        return portable(sizes | shape | asdict(self.provenance))  # type: ignore[no-any-return]
 
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: the key of the head's scores in a trace."""

@@ -10,6 +10,7 @@ import math
 import signal
 import sys
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,8 +29,10 @@ from heads.batches.features import DraftFeatures
 from heads.batches.module import FeatureData, is_first_process
 from heads.grid import grid
 from heads.measures.own_signal import fit_own_signals
-from heads.measures.report import by_set, save_plots, tables, verdict, write_metrics
-from heads.training.directory import RunDirectory
+from heads.measures.plots import save_plots
+from heads.measures.report import by_set, tables, verdict, write_metrics
+from heads.model.published import license_of
+from heads.training.directory import RunDirectory, versions
 from heads.training.sweep import Sweep
 from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
 from lm import FeatureDraft, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
@@ -169,6 +172,14 @@ def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
     training = {"prompts": manifest["prompts"], "responses": data.num_responses("train")}
     training |= {"learning_rate": config.heads.learning_rate, "sequences_per_batch": config.heads.batch_size}
     training |= {key: value for key, value in settings.items() if value not in (None, -1)}
+    training |= {key: manifest[key] for key in ("template", "draft_length") if manifest.get(key)}
+    training |= {"date": datetime.now(UTC).date().isoformat(), "versions": versions()}
     # data of feature drafts is not mixed
     mixing_ratio = None if manifest.get("draft_length") else manifest["mixing_ratio"]
-    return {"mixing_ratio": mixing_ratio, **models, "sampling": manifest["sampling"], "training": training}
+    return {
+        "mixing_ratio": mixing_ratio,
+        **models,
+        "sampling": manifest["sampling"],
+        "training": training,
+        "license": license_of(models["draft"]),
+    }

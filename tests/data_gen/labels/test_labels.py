@@ -24,7 +24,7 @@ from data_gen.pipeline.command import make
 from data_gen.responses import exchange as sources
 from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from data_gen.store.rows import Layout, to_safetensors
-from heads.batches.features import FeatureShard
+from heads.batches.features import FeatureShard, with_states
 from lm import Sampling, acceptance_rate, entropy
 from lm.draws import draw, uniforms
 from store.shards import list_shards, write_shard
@@ -134,6 +134,8 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kin
             rows = shard.read(first, last)[timing]
             tokens = torch.cat([row.numbers["token"] for row in rows]).tolist()
             assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
+            responses = with_states(rows, torch.zeros(len(tokens), 1)).response_lengths
+            assert responses.tolist() == list(map(sum, drafts.lengths[first:last]))
             assert tokens == drafts.columns["draft_ids"].tolist()[-len(tokens) :]
             for exchange, row in zip(EXCHANGES[first:last], rows, strict=True):
                 begins = range(starts[0], len(exchange.response_ids), starts[1])

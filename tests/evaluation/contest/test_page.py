@@ -2,20 +2,27 @@
 
 import html
 import json
+import platform
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from evaluation.clock import clock_table, report_of
 from evaluation.competitor import bounds
 from evaluation.families import REPLAYED, family
 from evaluation.gain import Splits
+from evaluation.keys import made
 from evaluation.report import page as page_module
 from evaluation.report.evaluate import conclude_sets
 from evaluation.report.page import Page, write_report
@@ -65,6 +72,26 @@ def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_th
     assert notes == VERDICT["notes"]
     assert text.index('class="verdict"') < text.index("<svg") < text.index("<table") < text.index('id="step"')
     assert cells(text.split("<main>")[1].split("</table>")[0]) == stage_table(contest).cells
+
+
+def test_the_page_says_when_where_and_by_which_command_it_was_made(contest, replays, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program", "evaluate", "--config", "my file.yaml"])
+    experiment = Experiment.__new__(Experiment)
+    vars(experiment).update(models=SimpleNamespace(num_threads=3), arguments=("--config", "my file.yaml"))
+    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}}
+    write_report(Page(about="", directory=tmp_path, made=made(experiment), **of_set), VERDICT, command=COMMAND)
+    footer = (tmp_path / "report.html").read_text().split("<footer>")[1]
+    shown = dict(zip(re.findall("<dt>(.*?)</dt>", footer), re.findall("<dd>(.*?)</dd>", footer), strict=True))
+    assert list(shown) == ["date", "versions", "commit", "host", "command"]
+    age = datetime.now(UTC) - datetime.strptime(shown["date"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)
+    assert timedelta(0) <= age < timedelta(minutes=5)
+    assert f"torch {torch.__version__}" in shown["versions"]
+    assert shown["commit"] == (git_commit() or "unknown")
+    assert shown["host"].startswith(f"{platform.node()}: ")
+    assert shown["host"].endswith(", 3 threads")
+    assert html.unescape(shown["command"]) == "acceptance-heads evaluate --config 'my file.yaml'"
+    experiment.arguments = ()
+    assert made(experiment)["command"] == "called from Python"
 
 
 def test_the_page_has_what_the_clock_measured(page, clocked):

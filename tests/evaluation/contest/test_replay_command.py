@@ -106,6 +106,7 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     card = Path(flags[5], "exported", "plain", "README.md").read_text()
     assert verdict["sentence"] in card
     assert f"max_rejection_prob {recommended['max_rejection_prob']:g}" in card
+    assert f"On test prompts it gains {100 * head['gain']['value']:+.1f} % over the best fixed length" in card
     _, auto = printed(capsys, "replay", *flags, "--policy", f"head:{flags[5]}/exported/plain,max_rejection_prob=auto")
     assert auto["played"][1]["num_emitted"] > 0
     _, evaluated = printed(capsys, "evaluate", *flags)

@@ -5,21 +5,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
-from decode.policies.registry import LOGISTIC, parse_policy
+from decode.policies.registry import LOGISTIC, parse_policy, registered
 from evaluation.competitor import competitors_of, label_of
-from evaluation.contest import Contest, fastest_on_dev, replay_arms
-from evaluation.report.conclusion import conclude
-from evaluation.report.plots import thresholds
+from evaluation.contest import Contest, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
+from evaluation.gain import MIN_PROMPTS, Splits
+from evaluation.report.conclusion import conclude, near_best
+from evaluation.report.plots import threshold_figures, thresholds
 from evaluation.report.tables import values_of
 from evaluation.report.verdict import record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.head import Provenance
+from lm import Sampling
+from tests.toys.small_pair import trace
 
 COST = Times.constant(0.2, 1.0)
 
@@ -83,3 +87,53 @@ def test_tables_plots_and_the_verdict_name_the_probability_and_the_verdict_decod
 
 
 LABELS = ("SpecDec++", "best head, drawn-time")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[Contest, dict[str, Figure]]:
+    """A contest with enough prompts for intervals, and the figure of each threshold."""
+    splits = Splits(*(trace(Sampling(temperature=0.6), copies=6, seed=seed) for seed in (1, 2)))
+    heads = {name: HEADS[name] for name in ("own", "drawn")}
+    replays = replay_dataset(splits, competitors_of({}, heads, max_draft_length=5), perfect_head=False, name="made")
+    contest = hold(replays, Times.constant(0.2, 1.0), dataset="made")
+    assert contest.num_prompts >= MIN_PROMPTS
+    return contest, threshold_figures(contest)
+
+
+def test_threshold_plots_share_one_scale_and_name_the_parameter_and_the_policy_of_the_command_line(drawn):
+    _, figures = drawn
+    assert set(figures) == {
+        "max_rejection_prob of head",
+        "max_rejection_prob of head on raw probabilities",
+        "max_sqrt_entropy of entropy",
+        "min_max_prob of max_prob",
+        "min_token_prob of cumulative_token_prob",
+        "min_token_prob of token_prob",
+    }
+    for axis, figure in figures.items():
+        parameter, _, policy = axis.partition(" on ")[0].partition(" of ")
+        assert parameter in registered(policy).values(5), "so that YAML and --policy take it"
+        assert figure.axes[0].get_xlabel() == axis
+    assert len({figure.axes[0].get_ylim() for figure in figures.values()}) == 1
+    low, high = figures["min_max_prob of max_prob"].axes[0].get_ylim()
+    choices = [line for figure in figures.values() for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(choices) >= len(figures)
+    assert all(low < float(choice.get_ydata()[0]) < high for choice in choices)
+
+
+def test_a_threshold_plot_has_the_gain_its_band_the_equal_thresholds_and_the_choice_of_dev(drawn):
+    contest, figures = drawn
+    axes = figures["min_max_prob of max_prob"].axes[0]
+    result = contest.results["max_prob"]
+    _, curve, equal, choice = axes.lines
+    values = [setting["min_max_prob"] for setting in result.competitor.settings]
+    gains = [result_of(result.arm, number, contest.times).over(contest.baseline) for number in range(len(values))]
+    assert curve.get_xdata().tolist() == values == sorted(values)
+    assert curve.get_ydata() == pytest.approx([100 * gain.value for gain in gains])
+    assert equal.get_xdata().tolist() == near_best(result, contest.times)[1]
+    assert choice.get_xydata()[0] == pytest.approx([result.setting["min_max_prob"], 100 * gains[result.number].value])
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices
+    for value, gain in zip(values, gains, strict=True):
+        of_value = corners[corners[:, 0] == value][:, 1]
+        assert (of_value.min(), of_value.max()) == pytest.approx((100 * gain.low, 100 * gain.high))

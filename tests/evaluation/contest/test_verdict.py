@@ -34,7 +34,6 @@ from evaluation.families import (
     family,
     styles_of,
 )
-from evaluation.figure import INK, figure_of, plot_of
 from evaluation.gain import Splits
 from evaluation.played import Played
 from evaluation.report.conclusion import conclude
@@ -56,6 +55,7 @@ from evaluation.report.verdict import (
 from evaluation.splits import RepeatedSplits
 from evaluation.times import Times
 from heads import AcceptanceHead
+from heads.measures.figure import INK, figure_of, plot_of
 from heads.model.head import update_config
 from tests.evaluation.contest.made import contest_at
 
@@ -117,6 +117,15 @@ def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_o
     assert on["head_fed"] == on["head_drawn"]
     meanings = ("head_drawn", "entropy", "token_prob", PRODUCT, "max_prob")
     assert len({tuple(on[name]) for name in meanings}) == len(plots) == len(meanings)
+    for plot in plots:
+        (axis,) = re.findall(r"(\w+ of \w+)<", plot.svg)
+        assert axis in plot.caption
+    assert {re.findall(r"(\w+) of \w+<", plot.svg)[0] for plot in plots} == {
+        "max_rejection_prob",
+        "max_sqrt_entropy",
+        "min_token_prob",
+        "min_max_prob",
+    }
     figure, axes = figure_of(3.0)
     axes.plot([0, 1], [0, 1], label="a line")
     assert "a line" in plot_of("p", "", figure, xlabel="x").svg  # drawn, so that positions are known

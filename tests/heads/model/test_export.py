@@ -5,12 +5,10 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
-from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
@@ -108,7 +106,7 @@ def test_only_heads_that_beat_the_signal_of_their_own_timing_are_exported(traine
     assert f"{line}: fed-d0-w1, " in capsys.readouterr().out
     for head in written.values():
         assert head.provenance.metrics["signal_kl"] == alone[head.timing]
-        assert "signal_kl: of sigmoid(a logit q(y) + b)" in str(head.generate_model_card())
+        assert "`signal_kl` is that of sigmoid(a logit q(y) + b)" in str(head.generate_model_card())
     message = r"(?s)Best fed-time head on dev: .* Pass --force \(force=True in Python\) to .*: fed-d0-w1\.$"
     with pytest.raises(ValueError, match=message):
         export(config, head="fed-d0-w1", out=str(tmp_path / "worse"))
@@ -191,26 +189,6 @@ def test_an_import_overwrites_nothing_but_a_head(folder: Path, tmp_path: Path):
     for reject_weight in (6.0, 3.0):
         path = import_(**settings, out=str(tmp_path / "new"), reject_weight=reject_weight)
         assert AcceptanceHead.from_pretrained(path).provenance.reject_weight == reject_weight
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the hub, with a folder for each repository."""
-    root = tmp_path / "hub"
-
-    def upload(api, *, repo_id: str, folder_path: Path, **settings) -> SimpleNamespace:
-        shutil.copytree(folder_path, root / repo_id)
-        return SimpleNamespace(repo_url=f"https://huggingface.co/{repo_id}")
-
-    def download(repo_id: str, **settings) -> str:
-        if not (root / repo_id).is_dir():
-            raise OSError(f"404: {repo_id}")
-        return str(root / repo_id)
-
-    monkeypatch.setattr(HfApi, "create_repo", lambda api, *, repo_id, **settings: SimpleNamespace(repo_id=repo_id))
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    monkeypatch.setattr("heads.model.files.snapshot_download", download)
-    return root
 
 
 def test_a_head_goes_to_the_hub_with_its_card_and_comes_back_and_what_is_not_there_or_broken_is_a_line(tmp_path, hub):
