@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so help appears at once.
 
 import ast
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,13 +86,21 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def all_steps(config: Config | str | PurePath) -> None:
-    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated."""
+    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated.
+
+    Other processes of a distributed training end with it. Those that Lightning starts run the same command line from
+    its beginning, when the data is complete.
+    """
     if not isinstance(config, Config):
         config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
     steps = ("data", "train", "export", "evaluate", "tune")
+    is_child = os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ  # torchrun sets both
     for number, name in enumerate(steps, start=1):
-        print(f"== {number} of {len(steps)}: {name}", flush=True)
-        command_of(name)(replace(config, is_step=True))
+        if name == "train" or not is_child:
+            print(f"== {number} of {len(steps)}: {name}", flush=True)
+            command_of(name)(replace(config, is_step=True))
+        if name == "train" and import_module("pytorch_lightning.utilities").rank_zero_only.rank > 0:
+            return
 
 
 def _overview() -> Iterator[str]:

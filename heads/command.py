@@ -13,7 +13,6 @@ from configs.hints import first_of, say_next
 from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
-from data_gen.pipeline.stages import settled
 from data_gen.prompts.prompt import say_once
 from data_gen.store.manifest import describe_model
 from heads.batches.features import of_timing
@@ -338,7 +337,7 @@ def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
     if released_layout_of(config.pair.draft) != "dspark":
         raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
     sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
-    data = FeatureData(settled(config.data, sets, is_verbose=False), sets, pair=config.pair)
+    data = FeatureData(config.data, sets, pair=config.pair)
     draft = load_pair(config.pair).drafting
     assert isinstance(draft, DSpark), "its layout is DSpark's"
     if draft.confidence_head is None:

@@ -22,6 +22,7 @@ from data_gen.pipeline.stages import (
     settled,
     shards_of,
     stages_of,
+    with_features,
 )
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
@@ -80,7 +81,7 @@ def make(
 
 
 def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
-    pair, data = config.pair, settled(config.data, config.heads)
+    pair, data = config.pair, with_features(settled(config.data), config.heads)
     requested = _requested(stages, data, retry_errors=retry_errors)
     all_specs = shards_of(data)
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
@@ -89,7 +90,8 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     manifest = make_manifest(pair, data, tokenizer=tokenizer, split=sizes)
     manifest["split_by"] = split_by(data)
     check_lengths(pair, data)  # before the manifest is written, which the remedy would change
-    show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
+    if share.rank == 0:
+        show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
     specs = share.of(all_specs)
     names = {spec.name for spec in specs}
     with ExitStack() as work:
@@ -117,6 +119,8 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
             else:
                 _account(data, all_specs, num_made)
                 say_next(config, "train")
+    if requested == stages_of(data):
+        share.wait_for_others(data.dir, lambda: all(is_done(spec, data) for spec in all_specs))
 
 
 def hint_at_few(num_prompts: int, setting: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from configs.schema import Config, DataConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of
+from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of, with_features
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import ShardSpec
@@ -57,7 +57,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
     num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     try:
-        data = settled(data, config.heads)
+        data = with_features(settled(data), config.heads)
         specs = [spec for spec in shards_of(data) if not is_done(spec, data)]
         num_rows = sum(spec.num_requests for spec in specs)
     except FileNotFoundError as error:

@@ -12,12 +12,13 @@ and shares are set by --rank and --world_size.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ from store.lock import LOCK, holder_of, only_writer
 
 _TURN_S = 300.0
 """Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
+_SLOW_START_S = 60.0
+_POLL_S = 1.0
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -96,6 +99,16 @@ class Share(NamedTuple):
                 self._enter(turn, directory)
                 work.close()
             yield sum(holder_of(path) is not None for path in _locks_of_ranks(directory))
+
+    def wait_for_others(self, directory: str, is_complete: Callable[[], bool]) -> None:
+        """Wait until the processes that torchrun or srun started beside this one have made their shards too, so that
+        what these launchers run next finds them; or until none has run for `_SLOW_START_S`.
+        """
+        ended_s = monotonic()
+        while self.launcher is not None and not is_complete() and monotonic() < ended_s + _SLOW_START_S:
+            if any(holder_of(path) is not None for path in _locks_of_ranks(directory)):
+                ended_s = monotonic()
+            sleep(_POLL_S)
 
     def _enter(self, stack: ExitStack, directory: str) -> None:
         waits: dict[str, Any] = {} if self.is_whole else {"wait_s": _TURN_S}

@@ -47,10 +47,10 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     return ("respond", "draft") if data.labels == "server" else ("respond", "draft", "target")
 
 
-def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose: bool = True) -> DataConfig:
-    """The section with `split_weights` and `num_train` as numbers, and with the features that these heads need. An
-    existing directory keeps its shares, so that no prompt moves from one split to another. Evaluation settles the
-    section as training did, so none of its test prompts was trained on.
+def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
+    """The section with `split_weights` and `num_train` as numbers. An existing directory keeps its shares, so that no
+    prompt moves from one split to another. Evaluation settles the section as `data` did, so none of its test prompts
+    was trained on.
     """
     if config.split_weights is None:
         config = replace(config, split_weights=_weights(config, is_verbose=is_verbose))
@@ -58,15 +58,23 @@ def settled(config: DataConfig, heads: HeadsConfig | None = None, *, is_verbose:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
-    if heads is None:
-        return config
-    needed = {"fed" if timing == "fed" else "drawn" for timing in heads.timings} | ({"fed"} if heads.specdec else set())
+    return config
+
+
+def with_features(config: DataConfig, heads: HeadsConfig) -> DataConfig:
+    """The section with the features that these heads read from disk, beside those that the directory has; ValueError
+    if the section leaves one of them out.
+    """
+    needed = set[str]()
+    if heads.features == "cached":
+        needed |= {"fed" if timing == "fed" else "drawn" for timing in heads.timings}
+        needed |= {"fed"} if heads.specdec else set()
     if config.features is None:
         if (Path(config.dir) / "manifest.json").is_file():
             needed |= set(read_manifest(config.dir).get("features", ()))
         features: tuple[Feature, ...] = ("fed", "drawn")
         return replace(config, features=tuple(name for name in features if name in needed))
-    if heads.features == "cached" and (lacking := sorted(needed - set(config.features))):
+    if lacking := sorted(needed - set(config.features)):
         raise ValueError(
             f"data.features is [{', '.join(config.features)}], but heads.timings [{', '.join(heads.timings)}] with "
             f"heads.specdec: {str(heads.specdec).lower()} needs {lacking[0]} features; remove data.features to get "

@@ -275,6 +275,6 @@ class DraftFeatures:
 
 def _mixed(row: Row) -> list[int]:
     """The mixed sequence Z: the draft's tokens at the drafted positions."""
-    ids = torch.tensor(row.response_ids)
+    ids = torch.tensor(row.response_ids, device=row.drafted.device)
     ids[row.drafted] = row.numbers["token"].long()
     return ids.tolist()  # type: ignore[no-any-return]

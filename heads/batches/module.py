@@ -1,6 +1,7 @@
 """The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -196,8 +197,10 @@ class FeatureData(pl.LightningDataModule):
 
 
 def is_first_process() -> bool:
-    """Whether this is rank 0, the process that writes files and prints."""
-    return getattr(rank_zero_only, "rank", 0) == 0
+    """Whether this is rank 0, the process that writes files and prints. Before a Trainer exists, Lightning knows only
+    the rank on the node.
+    """
+    return getattr(rank_zero_only, "rank", 0) == 0 and os.environ.get("NODE_RANK", "0") == "0"
 
 
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:

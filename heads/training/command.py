@@ -23,7 +23,6 @@ from torch import Tensor
 from configs.hints import say_next
 from configs.load import load_config
 from configs.schema import Config, PairConfig
-from data_gen.pipeline import stages
 from data_gen.store.manifest import read_manifest, refuse_older
 from heads.batches.features import DraftFeatures
 from heads.batches.module import FeatureData, is_first_process
@@ -98,7 +97,7 @@ def settled(config: Config) -> Config:
         choices.append(f"trainer.max_epochs {trainer['max_epochs']} for {num:,} responses")
     if choices and is_first_process():
         print(f"chosen automatically: {', '.join(choices)}")
-    return replace(config, data=stages.settled(config.data, heads), heads=heads, trainer=trainer)
+    return replace(config, heads=heads, trainer=trainer)
 
 
 def epochs_of(num_responses: int, batch_size: int) -> int:

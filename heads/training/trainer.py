@@ -136,12 +136,14 @@ def stopped_by_sigusr1() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Silence Lightning's start-up lines and four warnings that every small training run would cause."""
+    """Silence Lightning's start-up lines, and warnings that many runs would cause for no reason."""
     for message in (
         "Checkpoint directory .* exists and is not empty",  # run.json is written before the first checkpoint
         # the interval counts steps of all epochs, and metrics on dev are logged after each epoch anyway
         r"The number of training batches \(\d+\) is smaller than the logging interval",
         "You have overridden `on_after_batch_transfer`",  # the data module has no such hook
+        r"It is recommended to use `self\.log\('dev/",  # metrics on dev are of sums over all processes
+        "Grad strides do not match bucket view strides",  # of stacks with one head
     ):
         warnings.filterwarnings("ignore", message)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)

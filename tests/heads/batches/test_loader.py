@@ -19,13 +19,14 @@ from transformers import LlamaForCausalLM
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
-from heads.batches.features import DraftFeatures, Row
+from heads.batches.features import DraftFeatures, Row, _mixed
 from heads.batches.loader import BatchLoader, Item, batches, in_order, read_ahead, shuffled
 from heads.training.command import train
 from heads.training.sweep import Sweep
 from lm.forwards import hidden_states
 from store import shards
 from store.shards import shard_path, sidecar_path, write_shard
+from tests.toys.devices import FakeDevices
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 from tests.toys.small_pair import llama
 
@@ -271,6 +272,13 @@ def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, resp
     states = fed.hidden.split(fed.row_lengths.tolist())[response]
     expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_mixed_sequence_of_rows_on_a_gpu(draft):
+    with FakeDevices():
+        row = rows()["fed"][0]
+        moved = row._replace(drafted=row.drafted.to("cuda:0"), numbers={"token": row.numbers["token"].to("cuda:0")})
+        assert _mixed(moved) == _mixed(row)
 
 
 def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from configs.schema import Config
+from heads.batches.module import is_first_process
 from heads.command import export, load_sweep
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
@@ -116,6 +117,13 @@ def test_ctrl_c_reaches_the_command_line_and_a_second_run_in_a_directory_is_refu
     monkeypatch.setattr(Sweep, "training_step", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(config)
+
+
+def test_the_first_process_of_another_node_leaves_the_lock_and_the_files_to_rank_0(tmp_path, monkeypatch):
+    with RunDirectory(tmp_path).alone():
+        monkeypatch.setenv("NODE_RANK", "1")
+        with RunDirectory(tmp_path).alone():
+            assert not is_first_process()
 
 
 def middle_of_a_tensor(path: Path) -> int:

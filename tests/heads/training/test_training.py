@@ -267,9 +267,12 @@ def test_features_follow_from_what_heads_read(tmp_path: Path):
     ):
         config = make_config(tmp_path, tmp_path, timings=timings, specdec=specdec)
         data = replace(config.data, features=None)
-        assert stages.settled(data, config.heads).features == features
+        assert stages.with_features(data, config.heads).features == features
+        assert stages.with_features(data, replace(config.heads, features="online")).features == ()
     (tmp_path / "manifest.json").write_text(json.dumps({"features": ["fed", "drawn"]}))
-    assert stages.settled(data, config.heads).features == ("fed", "drawn"), "a directory keeps what it was made with"
+    assert stages.with_features(data, config.heads).features == ("fed", "drawn"), (
+        "a directory keeps what it was made with"
+    )
 
 
 def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data_dir, tmp_path, monkeypatch):
@@ -282,8 +285,14 @@ def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data
         with pytest.raises(ValueError, match=complaint):
             make(replace(config, data=data))
         assert not (tmp_path / "data" / "manifest.json").exists()
-        assert stages.settled(data, replace(config.heads, features="online")).features == given
+        assert stages.with_features(data, replace(config.heads, features="online")).features == given
     with_manifest(data_dir, monkeypatch, "heads.batches.module")["features"] = ["fed"]
     config = make_config(data_dir, tmp_path, timings=("drawn",))
     with pytest.raises(ValueError, match=r"made with fed features, .* need drawn features; .* without data\.features"):
         FeatureData(config.data, config.heads, pair=config.pair)
+
+
+def test_training_needs_no_prompts(data_dir, tmp_path):
+    config = make_config(data_dir, tmp_path / "run", trainer={"max_epochs": 1})
+    elsewhere = replace(config.data, prompts=str(tmp_path / "on another machine.jsonl"), num_train=None)
+    assert train(replace(config, data=replace(elsewhere, split_weights=None)))["dev"]
