@@ -53,6 +53,7 @@ _LABELS = {
     "pinsker_violations": "share of positions below Pinsker's bound",
     "bretagnolle_huber_violations": "share below the Bretagnolle-Huber bound",
     "finish_reason": "finish reason of responses",
+    "prompts_tokens": "response tokens",
 }
 """Name of a statistic in stats/SPLIT.json -> what the console calls it; other names are plain."""
 

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = 110
+COLUMNS = 120
 FOLDERS = {
     "tutorial": ("your-own-pair.md", "thresholds.md", "flags.md", "feature-drafts.md"),
     "steps": ("data.md", "training.md", "large-models.md"),
@@ -86,10 +86,13 @@ def screen(text: str, columns: int) -> list[list[str]]:
             column += 1
     lines: list[list[str]] = []
     for number, cells in enumerate(rows):
-        if number in continues and rows[number]:
-            lines[-1].append("".join(cells).rstrip())
+        text = "".join(cells)
+        if number + 1 not in continues:
+            text = text.rstrip()
+        if number in continues:
+            lines[-1].append(text)
         else:
-            lines.append(["".join(cells).rstrip()])
+            lines.append([text])
     while lines and lines[-1] == [""]:
         lines.pop()
     return lines

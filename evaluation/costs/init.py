@@ -36,7 +36,18 @@ from lm.pair import check_widths
 from store.shards import write_atomic
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
-_PLAN_LINES = ("rows", "response", "disk", "time", "train", "evaluate", "together", "warning", "note", "not measured")
+_PLAN_LINES = (
+    "rows",
+    "response tokens",
+    "disk",
+    "time",
+    "train:",
+    "evaluate",
+    "together",
+    "warning",
+    "note",
+    "not measured",
+)
 """First words of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
 """Number of sample prompts to time, at most half a minute."""

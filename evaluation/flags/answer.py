@@ -9,7 +9,7 @@ from decode.policies.batch import BatchCosts
 from evaluation.batches.load import load_at
 from evaluation.competitor import Competitor, competitors_of, label_of, make_competitor
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
-from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE
+from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE, family
 from evaluation.flags.engines import Drafting, Engine
 from evaluation.gain import MIN_PROMPTS, Gain, Splits, shortage
 from evaluation.table import Table
@@ -84,7 +84,7 @@ class Answer:
         for label, traces in {"": self._default, **({} if is_drawn else {" on drawn drafts": drawn})}.items():
             fitted = {**heads, **calibrated_on(traces.dev, heads)}
             rivals = [
-                replace(competitor, family=name, name=f"{competitor.family}{label}")
+                replace(competitor, family=name, name=f"{family(competitor.family).label}{label}")
                 for competitor in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
                 for group, name in OURS.items()
                 if GROUPS[group](competitor.family) and competitor.family not in (*BOUNDS, BASELINE)

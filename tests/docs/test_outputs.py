@@ -29,6 +29,7 @@ def test_every_quoted_output_is_marked_and_its_page_is_run():
         ("trace:  50%|#\rtrace: 100%|##\r\nend", [["trace: 100%|##"], ["end"]]),
         ("loading torch\r\x1b[2K\rdone", [["done"]]),
         ("0123456789AB\r\nc", [["0123456789", "AB"], ["c"]]),
+        ("012345678 AB", [["012345678 ", "AB"]]),
         ("0123456789\r\nc", [["0123456789"], ["c"]]),
         ("one\r\ntwo\r\n\x1b[A\x1b[2K\rTWO", [["one"], ["TWO"]]),
         ("\x1b[1;31mred\x1b[0m", [["red"]]),
