@@ -25,8 +25,8 @@ FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
 # nbconvert adds loaders of MathJax and Mermaid from another host to every notebook; ours uses neither.
 _LOADERS = re.compile(r'<script (?:src=""|type="(?:module|text/x-mathjax-config)")>.*?</script>', re.DOTALL)
 _CELL = re.compile(r"<(t[dh])((?: style=\"[^\"]*\")?)>(.*?)</\1>", re.DOTALL)
-_SHORT = 24
-"""Characters of a cell that no table breaks, such as an interval or a policy's name."""
+_SHORT, _LONG = 24, 90
+"""Characters up to which no table breaks a cell, such as an interval or a policy's name, and above which it is wide."""
 _TITLES = {"pair": "the models", "data": "prompts and rows", "heads": "the sweep", "decode": "policies and evaluation"}
 
 
@@ -42,16 +42,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Remove those loaders, so that the site works offline, and keep short cells of tables in one line."""
+    """Remove those loaders, so that the site works offline, and give cells of tables a width."""
     if page.file.src_uri.endswith(".ipynb"):
         return _LOADERS.sub("", html)
-    return _CELL.sub(_in_one_line, html)
+    return _CELL.sub(_with_width, html)
 
 
-def _in_one_line(cell: re.Match[str]) -> str:
+def _with_width(cell: re.Match[str]) -> str:
+    """A cell of a table with the class of its length, for which site.css has a width."""
     tag, attributes, content = cell.groups()
-    is_short = len(unescape(re.sub(r"<[^>]+>", "", content))) <= _SHORT
-    return f'<{tag}{attributes} class="short">{content}</{tag}>' if is_short else cell[0]
+    length = len(unescape(re.sub(r"<[^>]+>", "", content)))
+    if _SHORT < length <= _LONG:
+        return cell[0]
+    return f'<{tag}{attributes} class="{"short" if length <= _SHORT else "long"}">{content}</{tag}>'
 
 
 def commands() -> str:

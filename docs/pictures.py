@@ -15,7 +15,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-WIDTH, HEIGHT = 680, 800
+WIDTH, HEIGHT = 680, 1135
 NUM_COLOURS = 96
 SCHEMES = {"light": 1, "dark": 0}
 """Colour scheme -> Chromium's number of it."""
@@ -53,7 +53,7 @@ def screenshot(page: Path, picture: Path, scheme: str) -> None:
     if browser is None:
         raise FileNotFoundError("no chromium on the path; install it, or name a browser in CHROMIUM")
     settings = [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--window-size={WIDTH},{HEIGHT}"]
-    settings += ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--force-device-scale-factor=2"]
+    settings += ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--force-device-scale-factor=1.5"]
     subprocess.run([browser, *settings, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True)
     Image.open(picture).convert("RGB").quantize(NUM_COLOURS).save(picture, optimize=True)
 
