@@ -203,7 +203,7 @@ def _read(path: Path) -> list[Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; set --file to the path of the official JSON")
     try:
-        items = json.loads(path.read_text())
+        items = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{path}: expected the official JSON; {error}; download it again") from error
     if not isinstance(items, list) or not items:

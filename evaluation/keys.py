@@ -92,7 +92,7 @@ def processor_name() -> str:
         named = next((values[name] for name in _CPU_NAMES if values.get(name)), "")
     elif sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        named = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        named = subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout.strip()
     else:
         named = platform.processor()
     return " ".join(filter(None, (named, platform.machine())))

@@ -40,7 +40,7 @@ def only_writer(
     try:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with suppress(OSError):  # on a full disk, the writer of the actual data reports the error
-            path.write_text(json.dumps(holder))
+            path.write_text(json.dumps(holder), encoding="utf-8")
         yield
     finally:
         # removed while locked, so that a process that has the file open notices that it was unlinked
@@ -97,5 +97,5 @@ def _remove(path: Path) -> None:
 
 def _named(path: Path) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):  # the holder has just started or just ended
-        return "process {pid} on {host} since {since}".format(**json.loads(path.read_text()))
+        return "process {pid} on {host} since {since}".format(**json.loads(path.read_text(encoding="utf-8")))
     return "another process"

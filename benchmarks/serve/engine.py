@@ -39,7 +39,7 @@ _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 def session(job_path: str) -> None:
     """Serve a batch per line of stdin."""
-    engine = Engine(json.loads(Path(job_path).read_text()))
+    engine = Engine(json.loads(Path(job_path).read_text(encoding="utf-8")))
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         print(MARK + json.dumps(engine.served(json.loads(line))), flush=True)
@@ -95,7 +95,7 @@ class Engine:
             **elapsed,
             "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
             "counters": {name: after[name] - before[name] for name in COUNTERS},
-            "rss_mib": int(Path("/proc/self/statm").read_text().split()[1]) // _PAGES_PER_MIB,
+            "rss_mib": int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) // _PAGES_PER_MIB,
             "num_lanes": 0 if stops is None else len(stops.lanes._alive),
             "times": None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()},
         }

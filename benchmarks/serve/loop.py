@@ -34,11 +34,17 @@ class EngineProcess:
     """One engine in a separate process."""
 
     def __init__(self, job: dict[str, Any], path: Path) -> None:
-        path.write_text(json.dumps(job))
+        path.write_text(json.dumps(job), encoding="utf-8")
         command = [interpreter(), "-m", "benchmarks.serve.engine", str(path)]
-        self._log = path.with_suffix(".log").open("w+")
+        self._log = path.with_suffix(".log").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            encoding="utf-8",
+            bufsize=1,
         )
         self._result()
 

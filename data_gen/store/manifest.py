@@ -54,13 +54,13 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
     if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
         described = describe_model(target)
         return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}
+    refuse_no_model(source.path)
     try:
         width = width_of(source)
         if width is None:  # no feature draft, of which transformers does not know every layout
             width = AutoConfig.from_pretrained(source.path, **repository_of(source)).get_text_config().hidden_size
         commit = commit_of(source)
     except OSError as error:
-        refuse_no_model(source.path)
         raise FileNotFoundError(
             f"no model at {source.path!r} (revision {source.revision or 'main'}): {str(error).splitlines()[0]}"
         ) from error
@@ -100,7 +100,7 @@ def _weights(folder: Path) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"), "acceptance-heads", "sha256.json")
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
-        known = dict(json.loads(cache.read_text()))
+        known = dict(json.loads(cache.read_text(encoding="utf-8")))
     new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
     num_bytes = sum(path.stat().st_size for path in new.values())
     if num_bytes >= _SLOW_BYTES:
@@ -117,7 +117,7 @@ def _weights(folder: Path) -> str:
 def _configs(folder: Path) -> str:
     configs = []
     for path in (folder / "config.json", folder / "generation_config.json"):
-        values = json.loads(path.read_text()) if path.is_file() else {}
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         configs.append({key: value for key, value in values.items() if key not in IGNORED_KEYS})
     return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
@@ -284,7 +284,7 @@ def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
     command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
     try:
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        answer = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None

@@ -16,7 +16,7 @@ MORE_PARAMETERS = {
     # what transformers' generate hands on, each by its name
     "decode.generate.in_transformers.speculative_generate": 12,
     "decode.generate.command.generate": 8,
-    "evaluation.costs.init.init": 8,  # a command's flags
+    "evaluation.costs.init.init": 10,  # a command's flags
     "evaluation.bench.command.bench": 11,  # the same
     "evaluation.flags.command.flags": 9,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
@@ -129,3 +129,35 @@ def test_no_figure_touches_the_global_state_of_matplotlib():
 def test_words_with_plainer_substitutes_do_not_return(word: str):
     text = " ".join(module.text for module in MODULES.values()).replace("_", " ")
     assert len(re.findall(rf"(?<![A-Za-z]){word}s?(?![A-Za-z])", text)) <= WORDS[word]
+
+
+def depends_on_the_locale(call: ast.Call) -> bool:
+    """Whether a call opens a text file, or a program's output, without naming the encoding."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in keywords or None in keywords:
+        return False
+    if name in ("read_text", "write_text"):
+        return not call.args or name == "write_text"
+    if "text" in keywords and ast.unparse(keywords["text"]) == "True":
+        return True
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    is_module = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("os", "gzip", "archive", "Image")
+    return name == "open" and not is_module and not any("b" in str(mode) for mode in modes)
+
+
+def test_no_file_is_read_or_written_in_the_encoding_of_the_locale():
+    folders = [*(ROOT / floor for floor in FLOORS), ROOT / "checkpoints/recipes", ROOT / "benchmarks", ROOT / "docs"]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and depends_on_the_locale(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["open(p)", "p.open('w')", "p.read_text()", "p.write_text(t)", "run(c, text=True)"])
+def test_the_check_sees_each_call_that_depends_on_the_locale(text):
+    assert depends_on_the_locale(ast.parse(text).body[0].value)

@@ -53,6 +53,10 @@ def test_an_output_layer_or_embeddings_that_were_offloaded_are_refused(offloaded
         ),
         ({"adapter_config.json": "{"}, "FOLDER is an adapter, not a model; merge it"),
         (
+            {"adapter_config.json": '{"base_model_name_or_path": "x/y"}', "config.json": "{}"},
+            r"FOLDER has a model and an adapter \(LoRA\) of x/y, and which of them is meant is not clear; remove",
+        ),
+        (
             {"a/config.json": "{}", "b/config.json": "{}"},
             "FOLDER is a directory without config.json.* below it are a, b;",
         ),
