@@ -43,7 +43,7 @@ def _refuse_empty(path: Path) -> None:
     for file in files:
         num_rows = None
         if file.suffix == ".parquet":
-            with suppress(ArrowInvalid):  # `datasets` reports a broken file
+            with suppress(ArrowInvalid, OSError):  # `datasets` reports a broken file
                 num_rows = parquet.read_metadata(file).num_rows
         if num_rows == 0:
             raise ValueError(f"{file} has no rows; fill it, or remove it")

@@ -1,9 +1,10 @@
 """Splits that stay when a set of prompts grows.
 
-The first run in a directory writes into its manifest, as `split_by`, how it split each set:
+The first run in a directory of data or traces writes into its manifest, as `split_by`, how it split each set:
 
     path                    the set
     num_first               number of its prompts; num_first_test: of its test part
+    seed, split_weights     for a transfer set, which the manifest of a trace has: those of its split
     dev_from, train_from    a later prompt is in test if its hash is below dev_from, in dev if it is below train_from,
                             else in train; absent if data.split_ids lists the splits
 
@@ -44,8 +45,8 @@ def first_split(config: DataConfig, name: str, source: PromptSource) -> FirstSpl
     if first is not None and not (isinstance(first, dict) and first.keys() >= _KEYS):
         raise ValueError(f"{path}: split_by is {entries!r:.80}, but must have {', '.join(sorted(_KEYS))}; {remedy}")
     weights = None if config.split_weights is None else list(config.split_weights)
-    in_run = (source.path, config.seed, weights)
-    if first is None or (first["path"], manifest.get("seed"), manifest.get("split_weights")) != in_run:
+    in_run = {"path": source.path, "seed": config.seed, "split_weights": weights}
+    if first is None or any(value != first.get(key, manifest.get(key)) for key, value in in_run.items()):
         return None
     return first if "dev_from" in first or config.split_ids is not None else None
 

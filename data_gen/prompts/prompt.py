@@ -36,12 +36,22 @@ _MAPPABLE = dict.fromkeys((*_FORMS, *_ID_FIELDS, *_CONTEXTS, *_SYSTEMS, "history
 """Names that `data.prompts.columns` may map."""
 _GROUPS = (_FORMS, _ID_FIELDS, _CONTEXTS, _SYSTEMS)
 """Names of the same part of a prompt: once one of them is mapped, the others are not read."""
-_ANSWERS = {
-    *("output", "response", "answer", "answers", "completion", "chosen", "rejected", "final", "reference", "label"),
-    *("canonical_solution", "test", "entry_point", "gpt4_reference", "source", "dataset", "model", "language", "score"),
-    *("conversation_id", "prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
+_FACTS = {
+    *("final", "test", "entry_point", "source", "dataset", "model", "language", "score", "conversation_id"),
+    *("prompt_id", "title", "timestamp", "turn", "metadata", "is_impossible"),
 }
-"""Columns that never belong to a prompt: answers, and facts about the record."""
+"""Columns that never belong to a prompt: facts about the record."""
+_OF_REPLIES = {
+    *("answer", "answers", "response", "responses", "output", "outputs", "completion", "completions", "reply"),
+    *("replies", "solution", "solutions", "chosen", "rejected", "reference", "label", "labels", "target", "targets"),
+    *("gold", "assistant", "generated", "generation", "generations", "expected", "groundtruth", "truth"),
+}
+"""Words in the names of columns that hold replies, such as gpt4_response and modelAnswer."""
+_OF_PROMPTS = (
+    *("prompt", "prompts", "question", "questions", "query", "queries", "instruction", "instructions", "problem"),
+    *("task", "request", "user", "human", "input", "inputs", "text", "content", "message", "dialogue"),
+)
+"""Words in the names of columns that hold prompts, the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
             prompts[prompt.id] = prompt
             locations[prompt.id] = where
             form = str(_form_of(mapped))
-            ignored = _unused(mapped, form)
+            ignored = {name for name in _unused(mapped, form) if not _holds_reply(mapped, name)}
             rivals.setdefault(form, set()).update(ignored.intersection(_FORMS))
             unused |= ignored.difference(_FORMS)
         except ValueError as error:
@@ -116,7 +126,7 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
         raise ValueError(f"{where}: {reason} ({num})")
     if prompts:
-        _report_ignored(where.rpartition(":")[0] or where, rivals, unused)
+        _report_ignored(re.sub(r"(:| record )\d+$", "", where), rivals, unused)
     return list(prompts.values()), problems
 
 
@@ -196,7 +206,7 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     if (form := _form_of(record)) is None:
         raise ValueError(
             f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
-            f"as data.prompts: {{path: ..., columns: {{prompt: {min(record, default='NAME')}}}}}"
+            f"as data.prompts: {{path: ..., columns: {{prompt: {_likeliest(record)}}}}}"
         )
     value, context, systems = record[form], "\n".join(_texts(record, _CONTEXTS)), _texts(record, _SYSTEMS)
     roles: tuple[str, ...] = ()
@@ -249,9 +259,34 @@ def _form_of(record: dict[str, Any]) -> str | None:
     return next((name for name in present if record[name] is not None), present[0] if present else None)
 
 
+def _likeliest(record: Fields) -> str:
+    """The column that probably holds the prompt, as YAML has it: one named like a prompt, else the longest text, never
+    a reply; COLUMN if there is none.
+    """
+    texts = {name: value for name, value in record.items() if isinstance(value, str) and value.strip()}
+    names = [name for name in texts if not _holds_reply(record, name)]
+    named = [name for word in _OF_PROMPTS for name in names if word in _words(name)]
+    name = named[0] if named else max(names, key=lambda name: len(texts[name]), default="COLUMN")
+    return name if re.fullmatch(r"\w[\w.-]*", name) else json.dumps(name, ensure_ascii=False)
+
+
+def _holds_reply(record: Fields, name: str) -> bool:
+    """Whether a column holds a reply, by its name or because its text includes that of such a column."""
+    if _OF_REPLIES & _words(name):
+        return True
+    text = record[name]
+    replies = [record[other] for other in record if _OF_REPLIES & _words(other)]
+    return isinstance(text, str) and any(reply and reply in text for reply in replies if isinstance(reply, str))
+
+
+def _words(name: str) -> set[str]:
+    """The words of a column's name in lower case: model_answer, modelAnswer and Model Answer have two."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
 def _unused(record: Fields, form: str) -> set[str]:
-    """Non-empty fields of a record that its prompt, read from `form`, ignores, except answers and facts about it."""
-    known = _BESIDE | _ANSWERS | {form} | ({"history"} if form in _QUESTIONS else set())
+    """Non-empty fields of a record that its prompt, read from `form`, ignores, except facts about it."""
+    known = _BESIDE | _FACTS | {form} | ({"history"} if form in _QUESTIONS else set())
     return {name for name, value in record.items() if value and name not in known}
 
 

@@ -101,7 +101,7 @@ def _check_split_ids(path: str, sources: Mapping[str, PromptSource]) -> None:
     split_of = listed_splits(path, SPLITS)
     ids: set[str] = set()
     for name, source in sources.items():
-        if _is_generated(source):
+        if is_generated(source):
             continue
         prompt_set = set_of(source)
         if prompt_set.test_split is not None and "test" in split_of.values():
@@ -130,7 +130,7 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
 def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
     """Location -> reason of each unreadable record, and the number of all records."""
     problems, num_records = dict[str, str](), 0
-    for prompt_set in (set_of(source) for source in config.prompt_sources if not _is_generated(source)):
+    for prompt_set in (set_of(source) for source in config.prompt_sources if not is_generated(source)):
         for part in dict.fromkeys((None, prompt_set.test_split)):
             prompts, failed = read(prompt_set, part)
             problems |= failed
@@ -138,7 +138,8 @@ def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
     return problems, num_records
 
 
-def _is_generated(source: PromptSource) -> bool:
+def is_generated(source: PromptSource) -> bool:
+    """Whether a set is the stories that the project generates."""
     return source.path == "stories" and not Path(source.path).exists()
 
 
@@ -152,7 +153,7 @@ def _apart(
         prompt
         for before in _BEFORE[split]
         for source in sources.values()
-        if not _is_generated(source)
+        if not is_generated(source)
         for prompt in _pool(source, config, before, sys.maxsize)
     ]
     apart: dict[str, list[Prompt]] = {}
@@ -182,7 +183,7 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 
 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
-    if _is_generated(source):
+    if is_generated(source):
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
     prompt_set, first = set_of(source), first_split(config, set_name(source.path), source)
     own_test = _own_test(prompt_set, config.seed, first)
@@ -193,6 +194,11 @@ def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) ->
     if repeats := len(prompts) - sum(map(len, splits.values())):
         say_once(f"{source.path}: {repeats} of {len(prompts)} prompts are duplicates and are left out")
     return splits[split]
+
+
+def splittable(prompt_set: PromptSet, seed: int) -> list[Prompt]:
+    """The prompts of a set that are split: each content once, none that a fixed test part has."""
+    return without_duplicates(load(prompt_set), _own_test(prompt_set, seed, None))
 
 
 def _own_test(prompt_set: PromptSet, seed: int, first: FirstSplit | None) -> list[Prompt]:
@@ -228,7 +234,7 @@ def split_by(config: DataConfig) -> dict[str, FirstSplit]:
     """The manifest's entry of that name: how the first run in data.dir splits each set that is not generated."""
     entries: dict[str, FirstSplit] = {}
     for name, source in sources_of(config).items():
-        if _is_generated(source):
+        if is_generated(source):
             continue
         entry = first_split(config, name, source)
         if entry is None:

@@ -33,6 +33,8 @@ _DATE = date(2024, 7, 26)
 the one that Llama 3's template writes where it knows none."""
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _MAX_SHOWN = 600
+_FAILURES = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""What running a chat template may raise."""
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
@@ -107,33 +109,40 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
         tools = prompt.tools
     if not isinstance(tools, list | None):
         raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
+    template = _undated(tokenizer, has_tools=tools is not None)
+    failure: Exception | None = None
+    text = ""
     try:
-        text = _applied(messages, tokenizer, tools)
-    except TemplateError as error:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise ValueError(
-            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
-            f"{error}; remove such prompts or columns, or set data.template: plain"
-        ) from error
-    if _has_all(text, messages):
+        text = _applied(messages, tokenizer, tools, template)
+    except _FAILURES as error:
+        failure = error
+    if failure is None and _has_all(text, messages):
         return text
+    parts: list[Fields] = []
     try:  # templates of models that also read images expect a list of parts
         parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
-        text = _applied(parts, tokenizer, tools)
-    except (TemplateError, TypeError):
-        text = ""
-    if not _has_all(text, messages):
+        text = _applied(parts, tokenizer, tools, template)
+    except _FAILURES:
+        parts = []
+    # a template that does not loop over the parts writes the list itself, as Python does
+    if parts and _has_all(text, messages) and not any(str(part["content"]) in text for part in parts):
+        return text
+    if failure is not None:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        kind = "" if type(failure) is TemplateError else f"{type(failure).__name__}: "
         raise ValueError(
-            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
-            "list of text parts; use the template of the model's own text examples, or set data.template: plain"
-        )
-    return text
+            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
+            f"{kind}{failure}; remove such prompts or columns, or set data.template: plain"
+        ) from failure
+    raise ValueError(
+        f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
+        "list of text parts; use the template of the model's own text examples, or set data.template: plain"
+    )
 
 
-def _applied(
-    messages: list[Fields], tokenizer: PreTrainedTokenizerBase, tools: list[Fields | Callable[..., object]] | None
-) -> str:
-    template = tokenizer.get_chat_template(tools=None if tools is None else [])
+def _undated(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+    """The chat template with a fixed date instead of today's."""
+    template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     dated = _TODAY.sub(lambda call: repr(_DATE.strftime(call[2])), template)
     if dated != template:
         say_once(
@@ -145,8 +154,17 @@ def _applied(
             f"the chat template of {tokenizer.name_or_path} writes today's date in a computed form, so prompts of "
             "different days would differ; write a fixed date into the template"
         )
+    return dated
+
+
+def _applied(
+    messages: list[Fields],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[Fields | Callable[..., object]] | None,
+    template: str,
+) -> str:
     text = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=dated, tokenize=False, add_generation_prompt=True
+        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
     )
     return str(text)
 

@@ -161,6 +161,8 @@ def test_no_text_is_in_two_splits(tmp_path, capsys):
             ["turns, not from prompt, question"],
         ),
         ({"messages": None, "question": "u", "notes": "n"}, ["ignoring the column notes; to use one, map it"]),
+        # neither is a column of replies offered, nor one that includes the reply, as Alpaca's text
+        ({"instruction": "u", "text": "### u\n### x", "output": "x", "modelAnswer": "x"}, []),
     ],
 )
 def test_filled_columns_that_no_prompt_uses_are_named_once(record, lines, tmp_path, capsys):
@@ -171,6 +173,26 @@ def test_filled_columns_that_no_prompt_uses_are_named_once(record, lines, tmp_pa
     assert len(shown) == len(lines)
     for printed, line in zip(shown, lines, strict=True):
         assert line in printed
+
+
+@pytest.mark.parametrize(
+    ("record", "suggested"),
+    [
+        ({"answer": "a long reply", "problem": "u"}, "problem"),
+        ({"Answer": "a long reply", "Question": "u"}, "Question"),
+        ({"a_note": "n", "body": "the longest text here"}, "body"),
+        ({"gpt4_response": "a long reply", "userQuery": "u", "context": "a long text"}, "userQuery"),
+        ({"output": "a long reply", "chosen": "a", "expected_output": "b"}, "COLUMN"),
+        ({"both": "u a long reply", "completion": "a long reply", "kind": "u"}, "kind"),
+        ({"query": "", "body": "u"}, "body"),
+        ({"number": 3, "list": ["a"]}, "COLUMN"),
+        ({"my: text ": "u"}, '"my: text "'),
+        ({}, "COLUMN"),
+    ],
+)
+def test_a_column_is_suggested_that_may_hold_the_prompt_and_never_one_with_the_reply(record, suggested):
+    with pytest.raises(ValueError, match=rf"map one of them, such as .*columns: {{prompt: {suggested}}}}}$"):
+        prompt_of(record, default_id="0")
 
 
 MESSAGES = [said("user", "WRONG")]
@@ -248,7 +270,9 @@ def test_splits_follow_what_is_asked_where_the_usual_shares_have_too_few(tmp_pat
 
 def test_more_than_there_is_and_stories_without_a_number_are_refused(tmp_path):
     data = DataConfig(dir=str(tmp_path), prompts=lines(tmp_path / "a.jsonl", range(100)), num_dev=60, num_test=60)
-    with pytest.raises(ValueError, match=r"has 100 prompts, but data\.num_train, num_dev and num_test are null, 60"):
+    with pytest.raises(
+        ValueError, match=r"has 100 different prompts, but data\.num_train, num_dev and num_test are null, 60"
+    ):
         settled(replace(data, num_train=None))
     with pytest.raises(ValueError, match=r"set data\.num_train"):
         settled(DataConfig(dir=str(tmp_path), prompts="stories", num_train=None))

@@ -41,9 +41,26 @@ def test_a_template_gets_content_as_text_or_as_the_list_of_parts_that_it_expects
 )
 def test_a_rendering_without_the_users_words_is_refused(own, template):
     own.chat_template = template
-    with pytest.raises(
-        ValueError, match=r"prompt a: the chat template of .* leaves out the user's words, also as a list"
-    ):
+    for prompt in (CONVERSATION, Prompt("a", ("Hello there?",))):
+        with pytest.raises(
+            ValueError, match=r"prompt a: the chat template of .* leaves out the user's words, also as a list"
+        ):
+            render(prompt, own, "chat", ["3."][: len(prompt.turns) - 1])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m['content'] + 1 }}{% endfor %}", "TypeError"),
+        ("{{ 1 / (messages | length - 4) }}", "ZeroDivisionError"),
+        ("{{ messages[0]['content'].index('zzz') }}", "ValueError"),
+        ("{{ range(10 ** 9) | list }}", "OverflowError"),
+        ("{{ messages", "TemplateSyntaxError"),
+    ],
+)
+def test_a_template_that_fails_is_refused_by_name_with_its_reason(own, template, reason):
+    own.chat_template = template
+    with pytest.raises(ValueError, match=rf"prompt a: the chat template of .* {reason}: "):
         render(CONVERSATION, own, "chat", ["3."])
 
 
