@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from configs.command import ending_in_one_line, fail, refuse_wrong, run
-from configs.hints import meant
+from configs.hints import NothingToExportError, meant
 from configs.load import load_config
 from configs.schema import Config
 from configs.screens import screen_of, summary_of
@@ -86,19 +86,24 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def all_steps(config: Config | str | PurePath) -> None:
-    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated.
+    """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated. If no head may
+    be exported, the policies without training are evaluated, and nothing is tuned.
 
     Other processes of a distributed training end with it. Those that Lightning starts run the same command line from
     its beginning, when the data is complete.
     """
     if not isinstance(config, Config):
         config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
-    steps = ("data", "train", "export", "evaluate", "tune")
+    steps = ["data", "train", "export", "evaluate", "tune"]
     is_child = os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ  # torchrun sets both
     for number, name in enumerate(steps, start=1):
         if name == "train" or not is_child:
             print(f"== {number} of {len(steps)}: {name}", flush=True)
-            command_of(name)(replace(config, is_step=True))
+            try:
+                command_of(name)(replace(config, is_step=True))
+            except NothingToExportError:  # training has printed why
+                print("note: no head is worth exporting (export --force does); only policies without training compete")
+                steps.remove("tune")
         if name == "train" and import_module("pytorch_lightning.utilities").rank_zero_only.rank > 0:
             return
 

@@ -10,6 +10,10 @@ _FIRST = 3
 """Names that `first_of` lists."""
 
 
+class NothingToExportError(ValueError):
+    """No head of a sweep beats the draft's own signal; `all` continues without heads."""
+
+
 def meant(name: str, known: Iterable[str]) -> str:
     """The end of an error message: the known name most similar to a mistyped one, or all names if none is similar."""
     names = list(known)

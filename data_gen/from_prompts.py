@@ -14,7 +14,10 @@ from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelS
 from configs.shipped import with_shipped_models
 from data_gen.loaded import source_of_loaded
 from data_gen.pipeline.command import make
+from data_gen.prompts.files import Fields
 from data_gen.prompts.prompt import is_text, prompt_of
+from data_gen.store.manifest import num_prompts as num_of_split
+from data_gen.store.manifest import read_manifest
 from store.shards import write_atomic
 
 _SHARE = 0.1
@@ -54,9 +57,9 @@ def make_data(
         ValueError: too few or malformed prompts, an unknown or invalid setting, models that do not fit.
         FileNotFoundError: a model that does not exist.
     """
-    lines = [] if isinstance(prompts, str) else [_line(prompt, index) for index, prompt in enumerate(prompts)]
-    if len(lines) < 3:
-        raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least 3, for train, dev and test")
+    records = [] if isinstance(prompts, str) else [_record(prompt, index) for index, prompt in enumerate(prompts)]
+    if (num_different := len({prompt_of(record, default_id="").content for record in records})) < 3:
+        raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least 3 different ones: train, dev and test")
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
@@ -66,9 +69,9 @@ def make_data(
         draft=_source(draft, root / "models" / "draft", tokenizer),
         sampling=SamplingConfig(temperature=temperature),
     )
-    config = _config(with_shipped_models(pair), root, len(lines), settings)
+    config = _config(with_shipped_models(pair), root, num_different, settings)
     check_limits(config)
-    write_atomic(root / _PROMPTS, "".join(f"{line}\n" for line in lines).encode())
+    write_atomic(root / _PROMPTS, "".join(map(_line, records)).encode())
     write_atomic(root / _YAML, f"{_ABOUT_YAML}{yaml_of(config)}".encode())
     make(config)
     return config
@@ -76,11 +79,14 @@ def make_data(
 
 def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, Any]) -> Config:
     num = max(1, round(_SHARE * num_prompts))
-    shares = (num_prompts - 2 * num, num, num)
-    sizes = dict(zip(("num_train", "num_dev", "num_test"), shares, strict=True))
-    files: dict[str, Any] = {"dir": str(root / "data"), "prompts": str(root / _PROMPTS), "split_weights": shares}
-    data = DataConfig(**files | sizes | settings)
-    decode = DecodeConfig(dir=str(root / "decode"), num_dev=num, num_test=num)
+    sizes: Fields = {"num_train": None, "num_dev": num, "num_test": num}
+    directory = root / "data"
+    if (directory / "manifest.json").is_file():  # prompts may have been added: dev and test keep theirs
+        manifest = read_manifest(directory)
+        for split in ("dev", "test"):
+            sizes[f"num_{split}"] = num_of_split(manifest, split) or num
+    data = DataConfig(dir=str(directory), prompts=str(root / _PROMPTS), **sizes | settings)
+    decode = DecodeConfig(dir=str(root / "decode"), num_dev=data.num_dev, num_test=data.num_test)
     return Config(pair=pair, data=data, heads=default_heads(data, root / "heads"), decode=decode)
 
 
@@ -93,15 +99,20 @@ def default_heads(data: DataConfig, directory: Path) -> HeadsConfig:
     )
 
 
-def _line(prompt: Any, index: int) -> str:
+def _record(prompt: Any, index: int) -> Fields:
     record = {"id": str(index), "prompt": prompt} if isinstance(prompt, str) else prompt
     record = dict(record) if isinstance(record, Mapping) else {"messages": record}
     try:
         prompt_of(record, default_id=str(index))
-        line = json.dumps(record, ensure_ascii=False)
-        return line if is_text(line) else json.dumps(record)  # half a character: `data` names the prompt
+        json.dumps(record)
     except (ValueError, TypeError) as error:
         raise ValueError(f"prompts[{index}]: {error}") from error
+    return record
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    line = json.dumps(record, ensure_ascii=False)
+    return f"{line if is_text(line) else json.dumps(record)}\n"  # half a character: `data` names the prompt
 
 
 def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -> ModelSource:

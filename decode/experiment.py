@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource
 from data_gen.pipeline.stages import settled
+from data_gen.prompts.growth import FirstSplit
 from data_gen.prompts.prompt import Prompt, say_once
-from data_gen.prompts.sets import Split, load_prompts, set_name, sources_of
+from data_gen.prompts.sets import Split, is_generated, load_prompts, set_name, sources_of, split_by
 from data_gen.prompts.templates import encode
 from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
@@ -177,11 +178,31 @@ class Experiment:
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
         if self.is_training_set(dataset):
             return load_prompts(data, split, section="decode")
-        transfer = replace(data, split_weights=(0, *self.decode.transfer_weights), split_ids=None)
+        transfer = self._of_transfer(data)
         prompts = load_prompts(transfer, split, may_be_fewer=True, section="decode")
         if self._trained_content.isdisjoint(prompt.content for prompt in prompts):
             return prompts
         return self._without_trained(transfer, dataset, split)[: nums[split]]
+
+    def _of_transfer(self, data: DataConfig) -> DataConfig:
+        """The settings by which transfer sets are split; the manifest of the trace has their first splits."""
+        weights = (0, *self.decode.transfer_weights)
+        return replace(data, dir=str(self.directory / "trace"), split_weights=weights, split_ids=None)
+
+    @property
+    def transfer_sets(self) -> dict[str, PromptSource]:
+        """Files and other sets of prompts that no head is trained on: name -> source."""
+        sources = {name: source for name, source in self.datasets.items() if not self.is_training_set(name)}
+        return {name: source for name, source in sources.items() if not is_generated(source)}
+
+    def transfer_splits(self) -> dict[str, FirstSplit]:
+        """How each transfer set is split, for the manifest of its trace (`data_gen.prompts.growth`)."""
+        entries: dict[str, FirstSplit] = {}
+        for name, source in self.transfer_sets.items():
+            config = self._of_transfer(replace(self.data, prompts=source))
+            own = {"seed": config.seed, "split_weights": list(config.split_weights or ())}
+            entries[name] = dict(split_by(config)[name]) | own
+        return entries
 
     @cached_property
     def _trained_content(self) -> frozenset[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from configs.hints import first_of, say_next
+from configs.hints import NothingToExportError, first_of, say_next
 from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
@@ -79,7 +79,7 @@ def export(
     # in `all`, training has just printed the verdict
     lines = [verdict(results["dev"], sweep.specs)] if results and not config.is_step else []
     if results and not force:
-        names, refusal = _passing(names, sweep.specs, results=results["dev"], is_dspark=format == "dspark")
+        names, refusal = _passing(names, sweep, results=results["dev"], folder=root if format == "head" else None)
         lines += refusal
     heads = {name: trained for name, trained in sweep.heads().items() if name in names}
     for name, trained in heads.items():
@@ -125,11 +125,14 @@ def _about_unfinished(sweep: Sweep, run: RunDirectory) -> str:
 
 
 def _passing(
-    names: Sequence[str], specs: Sequence[HeadSpec], *, results: Result, is_dspark: bool
+    names: Sequence[str], sweep: Sweep, *, results: Result, folder: Path | None
 ) -> tuple[list[str], list[str]]:
-    """The heads that each beat the signal of their own timing, and lines on the others; ValueError if none does."""
+    """The heads that each beat the signal of their own timing, and lines on the others; NothingToExportError if none
+    does. `folder`: of exported heads; None for a DSpark draft.
+    """
+    specs = sweep.specs
     beats = beats_signal(results, specs)
-    if is_dspark:  # which takes one head, so that no other decides
+    if folder is None:  # a draft takes one head, so that no other decides
         linear = [str(spec) for spec in specs if str(spec.shape) == LINEAR_PREFIX and str(spec) in names]
         names = linear or names
     refused = [name for name in names if not beats[name]]
@@ -137,7 +140,9 @@ def _passing(
         return list(names), []
     remedy = "Pass --force (force=True in Python) to export anyway"
     if len(refused) == len(names):
-        raise ValueError(f"{verdict(results, specs)} {remedy}: {first_of(names)}.")
+        if folder is not None and folder.is_dir():  # heads of earlier runs must not compete
+            record_export(folder, [], run=sweep.facts["run"])
+        raise NothingToExportError(f"{verdict(results, specs)} {remedy}: {first_of(names)}.")
     refusal = (
         f"{len(refused)} of {len(names)} heads do not beat the draft's own signal at their timing and are not "
         f"exported: {first_of(refused)}."

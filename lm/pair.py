@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 
@@ -161,6 +161,20 @@ def model_config(source: ModelSource) -> PretrainedConfig:
     """The config.json of a model; FileNotFoundError if the source has no model."""
     with _reading(source, "config.json"):
         return transformers.AutoConfig.from_pretrained(source.path, **repository_of(source))
+
+
+def load_generation_config(source: ModelSource) -> GenerationConfig | None:
+    """The generation_config.json of a model, read without its weights; None if it has none."""
+    file = Path(source.path, "generation_config.json")
+    if Path(source.path).is_dir() and not file.is_file():
+        return None
+    try:
+        with _reading(source, file.name):
+            return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
+    except FileNotFoundError:
+        if file.is_file():
+            raise
+        return None  # the hub has none, or cannot be reached
 
 
 def repository_of(source: ModelSource) -> dict[str, Any]:

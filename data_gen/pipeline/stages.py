@@ -27,7 +27,7 @@ from torch import Tensor
 from configs.schema import DataConfig, HeadsConfig
 from data_gen.labels.labeller import Labelled
 from data_gen.prompts.prompt import Prompt
-from data_gen.prompts.sets import SPLITS, WEIGHTS, load, load_prompts, set_of, sources_of, split_by_id
+from data_gen.prompts.sets import SPLITS, WEIGHTS, load_prompts, set_of, sources_of, split_by_id, splittable
 from data_gen.responses.exchange import Answers, Exchange, Problem, ShardSpec
 from data_gen.store import rows
 from data_gen.store.manifest import read_manifest
@@ -94,7 +94,7 @@ def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:
     prompt_set = set_of(sources[0])
     if prompt_set.shares is not None:
         return WEIGHTS
-    prompts = load(prompt_set)
+    prompts = splittable(prompt_set, config.seed)
     num_dev, num_test = config.num_dev, 0 if prompt_set.test_split else config.num_test
     requested = {"train": config.num_train, "dev": num_dev, "test": num_test}
     pools = split_by_id(prompts, weights=WEIGHTS, seed=config.seed)
@@ -103,8 +103,8 @@ def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:
     num_rest = len(prompts) - num_dev - num_test
     if num_rest < (1 if config.num_train is None else config.num_train):
         raise ValueError(
-            f"{sources[0].path} has {len(prompts):,} prompts, but data.num_train, num_dev and num_test are "
-            f"{config.num_train or 'null'}, {num_dev:,} and {num_test:,}; lower them"
+            f"{sources[0].path} has {len(prompts):,} different prompts, but data.num_train, num_dev and num_test are "
+            f"{config.num_train or 'null'}, {num_dev:,} and {num_test:,}; lower them, or add prompts"
         )
     parts = f"{num_rest:,} for train, {num_dev:,} for dev and {num_test:,} for test"
     if is_verbose:

@@ -40,7 +40,14 @@ from lm import Pair, Sampling, feature_draft_of, load_model, load_pair_tokenizer
 from lm.draws import seed_of, uniforms
 from lm.features.released import max_positions_of, released_layout_of
 from lm.forwards import check_outputs, eos_ids_of
-from lm.pair import check_width, free_memory, is_out_of_memory, vocab_size_of, without_weights
+from lm.pair import (
+    check_width,
+    free_memory,
+    is_out_of_memory,
+    load_generation_config,
+    vocab_size_of,
+    without_weights,
+)
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
 from lm.sampling import REMEDY
@@ -115,7 +122,7 @@ class Worker:
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
         data, sampling = self.job.data, self._sampling
-        generation = _generation_config(self.job.pair.target)
+        generation = load_generation_config(self.job.pair.target)
         check_unsent(data.server, sampling, generation.to_diff_dict() if generation else {})
         num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
         settings: dict[str, Any] = {"model": data.server.model or self.job.pair.target.path, "num_logprobs": num}
@@ -306,15 +313,8 @@ class Worker:
 
 def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
     """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
-    return eos_ids_of(_generation_config(target)) or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
-
-
-def _generation_config(target: ModelSource) -> GenerationConfig | None:
-    """The model's generation_config.json, read without loading the model; None if there is none."""
-    try:
-        return GenerationConfig.from_pretrained(target.path, revision=target.revision or "main")
-    except OSError:
-        return None
+    ids = eos_ids_of(load_generation_config(target))
+    return ids or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
 
 
 def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:

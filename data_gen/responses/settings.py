@@ -65,6 +65,16 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
     return settings if kind == "transformers" else settings | _OPENAI
 
 
+def unmodelled(generation: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a generation_config.json that change the target's distribution, and that `Sampling` lacks."""
+    neutral = _NO_PENALTY | _NO_CUT
+    changing = {name: value for name, value in generation.items() if name in _UNSENDABLE and value}
+    for name, value in generation.items():
+        if name in neutral and value is not None and value != neutral[name]:
+            changing[name] = value
+    return changing
+
+
 def check_unsent(server: ServerConfig, sampling: Sampling, generation: Mapping[str, object]) -> None:
     """Raise ValueError if the server would apply a setting that is not the run's `Sampling`; a note where it may.
 

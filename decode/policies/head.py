@@ -8,6 +8,7 @@ from typing import Any
 from decode.policies.auto import Auto
 from decode.policies.base import AfterDraw, BeforeDraw, Head, Number, Outcome, State
 from decode.policies.learning import learned_from
+from decode.policies.recommended import one_head
 from decode.policies.scores import ScoringPolicy
 from heads.model.head import AcceptanceHead
 
@@ -53,19 +54,21 @@ class HeadPolicy(ScoringPolicy):
         """The policy of an exported head, at the threshold that `evaluation tune` wrote into its config.json.
 
         Args:
-            path_or_hub_id: the directory of the head, or owner/name on the hub.
+            path_or_hub_id: the directory of the head, or owner/name on the hub; or a folder of exported heads, of
+                which the best one is taken: the fastest that was tuned.
             parameters: of this class, instead of what was tuned, such as max_rejection_prob="auto".
 
         Raises:
             FileNotFoundError: no exported head at this path.
             ValueError: no threshold was tuned, and none is given.
         """
-        head = AcceptanceHead.from_pretrained(path_or_hub_id)
+        path = one_head(path_or_hub_id)
+        head = AcceptanceHead.from_pretrained(path)
         known = head.provenance.recommended
         if "max_rejection_prob" not in parameters:
             if "max_rejection_prob" not in known:
                 raise ValueError(
-                    f"{path_or_hub_id} has no recommended threshold; run `acceptance-heads tune`, or give one: "
+                    f"{path} has no recommended threshold; run `acceptance-heads tune`, or give one: "
                     "max_rejection_prob=0.4, is_calibrated=True"
                 )
             parameters = {key: known[key] for key in ("max_rejection_prob", "is_calibrated")} | parameters

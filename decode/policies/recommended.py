@@ -6,7 +6,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from heads.model.files import WEIGHTS, local_directory, rank_of, read_head_config
+from heads.model.files import WEIGHTS, exported_heads, local_directory, rank_of, read_head_config
 from store.json_files import read_json
 
 VERDICT = "verdict.json"
@@ -39,6 +39,16 @@ def heads_for(heads: Mapping[str, str], sampling: Mapping[str, Any]) -> dict[str
         if all(trained.get(key) == value for key, value in sampling.items()):
             fitting[name] = path
     return fitting
+
+
+def one_head(path: str | Path) -> str | Path:
+    """The path of a head as it is; for a folder of exported heads, that of `best_head`."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return path
+    directories, _ = exported_heads(folder)
+    best = best_head({str(directory): str(directory) for directory in directories})
+    return path if best is None else best[0]
 
 
 def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, Any], str] | None:

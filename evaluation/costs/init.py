@@ -3,11 +3,11 @@
 `evaluate`.
 """
 
-import json
+import math
 import re
 import timeit
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from shlex import quote
@@ -15,27 +15,35 @@ from textwrap import wrap
 from typing import Any
 
 import torch
+import yaml
 
 from configs import schema
 from configs.hints import say_next
+from configs.limits import check_limits
 from configs.load import accepts_yaml
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.plan import duration, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.pipeline.worker import limit_of
-from data_gen.prompts.sets import load, set_of
+from data_gen.prompts.sets import is_generated, load, set_of, splittable
 from data_gen.prompts.templates import show_first
+from evaluation.costs.defaults import default_sampling, refuse_large_draft
 from evaluation.costs.machine import ABOUT_TIMING, TIMING_S
 from evaluation.costs.stability import SKIP
+from evaluation.gain import MIN_PROMPTS
 from heads.grid import specs
 from heads.training.command import epochs_of
 from lm import load_pair_tokenizer, model_config
 from lm.features.released import width_of
+from lm.folders import refuse_no_model
 from lm.pair import check_widths
 from store.shards import write_atomic
 
-_HELD_OUT_SHARE, _MOST_HELD_OUT, _MOST_TRAIN = 0.1, 100, 4000
+_FEWEST = 10
+"""Prompts that an experiment needs."""
+_MOST_HELD_OUT = 100
+_MOST_TRAIN = 4000
 _PLAN_LINES = (
     "rows",
     "response tokens",
@@ -63,9 +71,11 @@ def init(
     draft: str,
     prompts: str,
     column: str | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_p: float | None = None,
+    top_k: int | None = None,
     out: str = "experiment.yaml",
+    allow_large_draft: bool = False,
     force: bool = False,
 ) -> Path:
     """Write the YAML of a new experiment, with its estimated time and size in comments.
@@ -73,45 +83,71 @@ def init(
     Args:
         target: the large model, a directory or a hub id.
         draft: the small model, with the same tokenizer.
-        prompts: a file (JSONL, JSON, CSV, TSV, Parquet), a known set, or org/name on the hub.
+        prompts: a file (JSONL, JSON, CSV, TSV, Parquet), a known set, or org/name on the hub; 10 different prompts.
         column: the field that holds the prompt, if its name is not recognised.
-        temperature: sampling temperature of both models; heads are trained for it; 0 is greedy.
-        top_p: nucleus of the sampling; null: all tokens.
+        temperature: of the sampling that heads are trained for; 0 is greedy. null, as for top_p and top_k: as in the
+            target's generation_config.json, else 1.
+        top_p: nucleus of the sampling; 1: all tokens.
+        top_k: sample from the k most probable tokens; 0: from all.
         out: output file; data and heads go into folders of its name.
+        allow_large_draft: accept a draft that is not smaller than the target.
         force: replace an existing file.
-
-    Raises:
-        FileNotFoundError: no such model, or no such prompts.
-        ValueError: an existing file, models with different tokenizers or too few logits, fewer than 10 prompts.
     """
     path = local_path(out, "--out")
     if path.exists() and not force:
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
+    target_source = schema.ModelSource(path=target)
+    flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling, notes = default_sampling(target_source, flags)
+    pair = schema.PairConfig(target=target_source, draft=schema.ModelSource(path=draft), sampling=sampling)
     source = schema.PromptSource(path=prompts, columns={"prompt": column} if column else {})
-    sampling = schema.SamplingConfig(temperature=temperature, top_p=top_p)
-    sources = schema.ModelSource(path=target), schema.ModelSource(path=draft)
-    pair = schema.PairConfig(target=sources[0], draft=sources[1], sampling=sampling)
-    all_prompts = load(set_of(source))
-    num_prompts = len(all_prompts)
-    config = _experiment(pair, source, num_prompts=num_prompts, name=path.stem)
-    check_settings(pair, config.data)
-    hint_at_few(num_prompts, prompts)
-    check_widths(pair)
-    show_first(all_prompts, load_pair_tokenizer(pair), config.data.template)
-    lines, totals = _plan(config)
-    if rows_per_shard := shard_size(config.data, totals):
-        config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))
-    text = _yaml(config, num_prompts=num_prompts, takes=lines, path=path)
+    text = _experiment_file(pair, source, path, notes=notes, allow_large_draft=allow_large_draft)
     write_atomic(path, text.encode())
     print(f"{text}\nwrote {path}; next: acceptance-heads all --config {quote(str(path))}")
     return path
 
 
-def _experiment(pair: schema.PairConfig, source: schema.PromptSource, *, num_prompts: int, name: str) -> schema.Config:
-    """The experiment: a tenth of the prompts for each of dev and test, and the rest, up to a limit, for train."""
-    num_held_out = min(_MOST_HELD_OUT, int(_HELD_OUT_SHARE * num_prompts))
-    if num_held_out < 1:
-        raise ValueError(f"{source.path} has {num_prompts} prompts; give at least 10, of which 8 are for training")
+def _experiment_file(
+    pair: schema.PairConfig, source: schema.PromptSource, path: Path, *, notes: list[str], allow_large_draft: bool
+) -> str:
+    """The content of the file, which these models and prompts were checked for.
+
+    Raises:
+        FileNotFoundError: no such model, or no such prompts.
+        ValueError: models with different tokenizers or too few logits, a draft that is not smaller, too few prompts.
+    """
+    if is_generated(source):
+        raise ValueError("--prompts is stories, of which there is no end; give a file of prompts, or use --config tiny")
+    for model in (pair.target, pair.draft):
+        refuse_no_model(model.path)
+    prompt_set = set_of(source)
+    num_records = len(load(prompt_set))
+    prompts = splittable(prompt_set, schema.DataConfig.seed)
+    config = _experiment(pair, source, num_prompts=len(prompts), num_records=num_records, name=path.stem)
+    check_limits(config)
+    check_settings(pair, config.data)
+    if not allow_large_draft:
+        refuse_large_draft(pair)
+    hint_at_few(len(prompts), source.path)
+    check_widths(pair)
+    show_first(prompts, load_pair_tokenizer(pair), config.data.template)
+    lines, totals = _plan(config)
+    if rows_per_shard := shard_size(config.data, totals):
+        config = replace(config, data=replace(config.data, rows_per_shard=rows_per_shard))
+    return _yaml(config, num_prompts=len(prompts), takes=[*notes, *lines], path=path)
+
+
+def _experiment(
+    pair: schema.PairConfig, source: schema.PromptSource, *, num_prompts: int, num_records: int, name: str
+) -> schema.Config:
+    """The experiment: a tenth of the prompts for each of dev and test, or a quarter if that is too few for a verdict;
+    and the rest, up to a limit, for train.
+    """
+    if num_prompts < _FEWEST:
+        repeats = f" ({num_records - num_prompts} of {num_records} repeat another)" if num_prompts < num_records else ""
+        raise ValueError(f"{source.path} has {num_prompts} different prompts{repeats}; give at least {_FEWEST}")
+    num_for_verdict = min(MIN_PROMPTS, num_prompts // 4)
+    num_held_out = max(num_for_verdict, min(_MOST_HELD_OUT, num_prompts // 10))
     has_template = load_pair_tokenizer(pair).chat_template is not None
     # the longest text is a prompt, a response and a draft beyond it
     limits = (limit_of(source) or 2**31 for source in (pair.target, pair.draft))
@@ -148,9 +184,12 @@ def _plan(config: schema.Config) -> tuple[list[str], dict[str, Any]]:
 def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
     pair, data, decode = config.pair, config.data, config.decode
     [source] = data.prompt_sources
-    columns = f", columns: {json.dumps(dict(source.columns))}" if source.columns else ""
-    prompts = f"{{path: {json.dumps(source.path)}{columns}}}" if columns else json.dumps(source.path)
-    top_p = "" if pair.sampling.top_p is None else f", top_p: {pair.sampling.top_p:g}"
+    prompts = _quoted(source.path)
+    if source.columns:
+        [(name, column)] = source.columns.items()
+        prompts = f"{{path: {prompts}, columns: {{{name}: {_quoted(column)}}}}}"
+    values = {name: value for name, value in asdict(pair.sampling).items() if value is not None}
+    sampling = ", ".join(f"{name}: {str(value).removesuffix('.0')}" for name, value in values.items())
     num_train = "null" if data.num_train is None else data.num_train
     note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
     names = ("max_prompt_tokens", "rows_per_shard")
@@ -161,9 +200,9 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
         f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {quote(str(path))}`):",
         *(part for line in takes for part in wrap(line, 110, initial_indent="#   ", subsequent_indent="#     ")),
         "pair:",
-        f"  target: {{path: {json.dumps(pair.target.path)}}}",
-        f"  draft: {{path: {json.dumps(pair.draft.path)}}}",
-        f"  sampling: {{temperature: {pair.sampling.temperature:g}{top_p}}}  # heads are trained for one sampling",
+        f"  target: {{path: {_quoted(pair.target.path)}}}",
+        f"  draft: {{path: {_quoted(pair.draft.path)}}}",
+        f"  sampling: {{{sampling}}}  # heads are trained for one sampling",
         f"data: {{dir: {_quoted(data.dir)}, prompts: {prompts}, template: {data.template},",
         f"  num_train: {num_train}, num_dev: {data.num_dev}, num_test: {data.num_test},  # num_train: {note}",
         f"  max_new_tokens: {data.max_new_tokens}{others}}}",
@@ -174,9 +213,11 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
     return "\n".join(lines) + "\n"
 
 
-def _quoted(path: str) -> str:
-    """A path as a YAML scalar: quoted if it has more than letters, digits, dots, dashes and slashes."""
-    return path if re.fullmatch(r"[A-Za-z_][\w./-]*", path, re.ASCII) else json.dumps(path)
+def _quoted(text: str) -> str:
+    """A text as a YAML scalar in ASCII: quoted if it has more than letters, digits, dots, dashes and slashes."""
+    if re.fullmatch(r"[A-Za-z_][\w./-]*", text, re.ASCII):
+        return text
+    return str(yaml.safe_dump(text, default_style='"', width=math.inf)).rstrip("\n")
 
 
 @accepts_yaml

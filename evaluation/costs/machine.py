@@ -247,7 +247,7 @@ def _drafting(experiment: Experiment) -> dict[str, Any]:
 
 def _num_read(experiment: Experiment) -> int:
     """Dev prompts that the timed ones are taken from: some may be too long."""
-    return max(experiment.decode.num_dev, _NUM_PROMPTS)
+    return max(experiment.decode.num_dev, 1)
 
 
 def kept_costs(directory: Path) -> KeyedStore:

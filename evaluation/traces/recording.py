@@ -76,7 +76,7 @@ class TraceFolder:
         self.refuse_other()
         keys = [key for key in self.shards if key.split in splits]
         present = [path for key in keys for path in key.whole(self.directory)]
-        is_complete = not self._has_old_format and not self._lacking(keys)
+        is_complete = not (self._has_old_format or self._lacking(keys) or self._lacks_splits)
         if is_complete and not any(True for _ in broken_shards(present, command="trace")):
             return
         with only_writer(self.directory, setting="decode.dir"):
@@ -86,6 +86,9 @@ class TraceFolder:
                 upgrade(self.directory, self.shards)
             if lacking := self._lacking(keys):
                 self._record_all(lacking)
+            elif self._lacks_splits:
+                eos_ids = read_manifest(self.directory, command="trace")["eos_ids"]
+                settle(self.directory, self._manifest(eos_ids), setting="decode.dir")
             self._write_errors()
 
     def load(self, dataset: str) -> Splits[Trace]:
@@ -105,6 +108,12 @@ class TraceFolder:
     def _has_old_format(self) -> bool:
         path = self.directory / "manifest.json"
         return path.is_file() and has_old_format(read_manifest(self.directory, command="trace"))
+
+    @property
+    def _lacks_splits(self) -> bool:
+        """Whether an earlier version recorded the trace, which did not note how transfer sets are split."""
+        known = read_manifest(self.directory, command="trace").get("split_by", {})
+        return not self.experiment.transfer_sets.keys() <= known.keys()
 
     def _lacking(self, keys: Sequence[ShardKey]) -> list[ShardKey]:
         return [key for key in keys if lacks(self.directory, key, self.shards[key])]
@@ -173,6 +182,7 @@ class TraceFolder:
     def _manifest(self, eos_ids: Sequence[int]) -> Manifest:
         """The settings that decide the trace, and its numbers of prompts, which may grow."""
         experiment, decode = self.experiment, self.experiment.decode
+        splits = experiment.transfer_splits()
         return {
             "format": FORMAT,
             "target": experiment.described("target"),
@@ -186,6 +196,7 @@ class TraceFolder:
             **{name: getattr(decode, name) for name in _DECIDING},
             "generator": GENERATOR,
             "heads": [] if decode.trace_hidden else list(decode.heads),
+            **({"split_by": splits} if splits else {}),
         }
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GraniteConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig, PreTrainedModel
 
 from decode import SpeculativeOutput, speculative_generate
 from decode.policies import Entropy, FixedLength, HeadPolicy
@@ -124,6 +125,24 @@ def test_nothing_of_a_generation_stays_behind_and_a_draft_is_free_although_the_t
 
 
 PAGE = Path(__file__).parents[3] / "docs/transformers.md"
+
+
+def test_the_pages_first_lines_run_after_the_tutorial_with_the_fastest_head(tmp_path: Path, monkeypatch, capsys):
+    """The tutorial's folders: the embedded models, and the heads that `tune` gave thresholds."""
+    shutil.copytree(PAGE.parents[1] / "checkpoints/tiny", tmp_path / "checkpoints/tiny")
+    exported = tmp_path / "checkpoints/runs/experiment/exported"
+    width = AutoConfig.from_pretrained(tmp_path / "checkpoints/tiny/draft").hidden_size
+    for name, speed in (("drawn-d0", 10.0), ("drawn-d1", 20.0)):
+        tuned = {"max_rejection_prob": speed / 40, "is_calibrated": True, "tokens_per_s": speed, "t_target_s": 0.1}
+        sampling = {"temperature": 1.0, "top_k": None, "top_p": None}
+        provenance = Provenance(sampling=sampling, recommended=tuned)
+        AcceptanceHead(width, int(name[-1]), "drawn", provenance=provenance).save_pretrained(exported / name)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0], str(PAGE), "exec"), names)
+    assert (names["policy"].max_rejection_prob, names["policy"].head.depth) == (0.5, 1)
+    assert names["tokenizer"].decode(names["output"][0]) in capsys.readouterr().out
+    assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
 
 
 def test_a_repository_is_plain_generate_in_the_rounds_of_its_policy_and_refuses_what_ours_refuses(

@@ -160,3 +160,30 @@ def test_a_trace_does_not_grow_by_other_prompts(tmp_path, capsys):
     assert "recorded from other prompts than prompts has" in message
     assert f"delete {tmp_path / 'decode' / 'trace'}" in message
     assert contents(tmp_path / "decode") == before
+
+
+def test_a_transfer_set_grows_and_its_recorded_shards_stay(tmp_path, capsys):
+    path = tmp_path / "other.jsonl"
+
+    def write(numbers: range) -> None:
+        path.write_text("".join(json.dumps({"id": i, "prompt": f"Tom has {i} pens."}) + "\n" for i in numbers))
+
+    argv = [*flags(tmp_path / "decode", num_dev=4, num_test=4), f"--decode.datasets=['{path}']"]
+    write(range(12))
+    called("trace", *argv)
+    manifest = tmp_path / "decode" / "trace" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    assert facts["split_by"]["other"]["num_first"] == 12
+    # an earlier version noted nothing: a run with the unchanged file adds it
+    manifest.write_text(json.dumps({key: value for key, value in facts.items() if key != "split_by"}))
+    called("trace", *argv)
+    assert json.loads(manifest.read_text())["split_by"] == facts["split_by"]
+    before = contents(tmp_path / "decode" / "trace" / "other")
+    write(range(60))
+    grown = [argument.replace("num_dev=4", "num_dev=9") for argument in argv]
+    called("trace", *grown)
+    after = contents(tmp_path / "decode" / "trace" / "other")
+    assert {name: after[name] for name in before} == before
+    assert len(after) > len(before)
+    write(range(1, 60))  # other prompts than those of the record
+    assert "was recorded from other prompts than other has now" in refusal(capsys, "trace", *grown)
