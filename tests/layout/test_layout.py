@@ -142,7 +142,12 @@ def depends_on_the_locale(call: ast.Call) -> bool:
     if "text" in keywords and ast.unparse(keywords["text"]) == "True":
         return True
     modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    is_module = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in ("os", "gzip", "archive", "Image")
+    is_module = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in (
+        "os",
+        "gzip",
+        "archive",
+        "Image",
+    )
     return name == "open" and not is_module and not any("b" in str(mode) for mode in modes)
 
 
