@@ -39,16 +39,18 @@ def place(model, device):
         devices = {model.model.layers[1]: SECOND, model.model.norm: SECOND, model.lm_head: FIRST if is_tied else SECOND}
         for module, place in devices.items():
             put(module, place)
-            module.register_forward_pre_hook(partial(_take_along, torch.device(place)), with_kwargs=True)
-        model.register_forward_hook(_bring_back)
+            module.forward = partial(_take_along, module.forward, torch.device(place))
+        model.forward = partial(_bring_back, model.forward)
         model._hf_hook = None
 
 
-def _take_along(device, _module, args, kwargs):
-    return torch.utils._pytree.tree_map(partial(moved, device=device), (args, kwargs))
+def _take_along(forward, device, *args, **kwargs):
+    args, kwargs = torch.utils._pytree.tree_map(partial(moved, device=device), (args, kwargs))
+    return forward(*args, **kwargs)
 
 
-def _bring_back(_module, _args, output):
+def _bring_back(forward, *args, **kwargs):
+    output = forward(*args, **kwargs)
     output.logits = moved(output.logits, torch.device(FIRST))
     if output.hidden_states is not None:
         output.hidden_states = tuple(moved(states, torch.device(FIRST)) for states in output.hidden_states)
@@ -139,14 +141,14 @@ def test_signals_are_read_where_logits_are_if_only_the_embedding_is_on_the_cpu(p
     expected, draft = generated(model_of(1)), model_of(1)
     place(draft, FIRST)
     put(draft.model.embed_tokens, "cpu")
-    draft.model.register_forward_pre_hook(_embed_and_take_along, with_kwargs=True)
+    draft.model.forward = partial(_embed_and_take_along, draft.model.embed_tokens, draft.model.forward)
     with FakeDevices():
         assert generated(draft) == expected
 
 
-def _embed_and_take_along(body, args, kwargs):
-    embedded = {"inputs_embeds": body.embed_tokens(kwargs["input_ids"]), "input_ids": None}
-    return _take_along(torch.device(FIRST), body, args, kwargs | embedded)
+def _embed_and_take_along(embedding, forward, **kwargs):
+    embedded = {"inputs_embeds": embedding(kwargs["input_ids"]), "input_ids": None}
+    return _take_along(forward, torch.device(FIRST), **(kwargs | embedded))
 
 
 def test_batches_read_signals_where_there_is_no_float64():
