@@ -116,22 +116,3 @@ def tree_feed(
     table[num_pending:, 2:] = ancestors
     sent = torch.from_numpy(table).to(device)
     return sent[:, 0], sent[:, 1], visible(sent[:, 1], num_text, sent[:, 2:].bool())
-
-
-class BranchMask:
-    """Continuations of a text, each from some position of it; a continuation sees the text before that, and itself.
-
-    With continuations from positions 2 and 4 of a text of 5 tokens, a first forward of one token each has positions 2
-    and 4, and the rows of its mask are 1100010 and 1111001.
-    """
-
-    def __init__(self, num_text: int, starts: Int[Tensor, " branch"]) -> None:
-        """`num_text`: entries of the text; `starts`: position at which each continuation begins."""
-        self._num_text, self._starts, self._owners = num_text, starts, starts.new_empty(0)
-
-    def feed(self, owners: Fed) -> tuple[Fed, Mask]:
-        """Append an entry to each of the continuations `owners`, in turn: their positions, and their mask."""
-        num_before, starts = len(self._owners), self._starts[owners]
-        self._owners = torch.cat([self._owners, owners])
-        in_branch = (self._owners == owners[:, None]).tril(num_before)  # earlier entries of its owner, and itself
-        return starts + in_branch.sum(-1) - 1, visible(starts - 1, self._num_text, in_branch)

@@ -1,8 +1,9 @@
 """Labels and features of a feature draft: heads on it learn from drafts, as decoding makes them.
 
 From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's states up
-to s and then with its own outputs (`lm.features.rollout`). The first step of each draft is teacher-forced; later steps
-read the draft's own tokens, as in decoding. One forward of the target over all drafts of a response gives p along them.
+to s and then with its own outputs (`data_gen.labels.rollout`). The first step of each draft is teacher-forced; later
+steps read the draft's own tokens, as in decoding. One forward of the target over all drafts of a response gives p along
+them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
     drawn-time state      that which produced q(s, j)
@@ -20,14 +21,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data_gen.labels.branches import check_branches
 from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import NUMBERS, label_draft, label_target
+from data_gen.labels.rollout import Rollouts, rollouts_of
 from data_gen.responses.exchange import Exchange, Progress
 from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
-from lm.batch import check_branches
 from lm.features.dspark import DSpark
-from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, logits_of, output_device_of
 from lm.sampling import REMEDY, NonFiniteError, refuse_non_finite
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop.batch import Batch
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round, counts_of
@@ -63,12 +62,6 @@ class PearlDecoder(SpeculativeDecoder):
                 "set pair.draft.device_map to another one, or use the predicted times"
             )
         self._pool = ThreadPoolExecutor(1) if is_parallel else None
-
-    def batch(self, *_: Any, **__: Any) -> Batch:
-        """ValueError: PEARL is for one sequence."""
-        raise ValueError(
-            "a PearlDecoder decodes one prompt at a time; use generate, or a SpeculativeDecoder for batches"
-        )
 
     @torch.inference_mode()
     def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:

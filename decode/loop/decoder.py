@@ -84,11 +84,7 @@ class SpeculativeDecoder:
         turn, whatever the batch size. ValueError as `generate`, for a drafter of several models, and for a model whose
         cache cannot roll back single sequences.
         """
-        if type(self.drafter) is not ModelDrafter or isinstance(self.drafter.model, FeatureModel):
-            name = type(getattr(self.drafter, "model", self.drafter)).__name__
-            raise ValueError(
-                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
-            )
+        drafter = self._batch_drafter()
         [num_rows], all_ids = integers_of(batch_size, "batch_size"), [integers_of(ids, _TOKEN) for ids in prompts]
         if num_rows < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
@@ -100,9 +96,9 @@ class SpeculativeDecoder:
             self._check(len(ids), limit)
         if generator is None or isinstance(generator, torch.Generator):
             generator = [RandomSampler(generator) for _ in all_ids]
-        everyone = Session(self.sampling, self.eos_ids, GreedySampler(), [*chain.from_iterable(all_ids)])
-        for model, role in ((self.target, "target"), (self.drafter.model, "draft")):
-            everyone.check(model, role)  # the batch's self-check may use its cache
+        shared = Session(self.sampling, self.eos_ids, GreedySampler(), [*chain.from_iterable(all_ids)])
+        for model, role in ((self.target, "target"), (drafter.model, "draft")):
+            shared.check(model, role)  # the batch's self-check may use its cache
             if len({model.limit_of(len(ids)) for ids in all_ids}) > 1:
                 raise ValueError(
                     f"prompts are on both sides of the length where the {role} changes its rotary frequencies "
@@ -111,12 +107,23 @@ class SpeculativeDecoder:
         requests = list(zip(all_ids, limits, generator, strict=True))
         return Batch(
             self.target,
-            self.drafter,
+            drafter,
             requests,
             num_rows=num_rows,
-            session=everyone,
+            session=shared,
             max_draft_length=self.max_draft_length,
         )
+
+    def _batch_drafter(self) -> ModelDrafter:
+        """The drafter; ValueError for another loop (PEARL), another drafter, or a draft that reads the target."""
+        model = getattr(self.drafter, "model", self.drafter)
+        is_plain = type(self) is SpeculativeDecoder
+        if not is_plain or type(self.drafter) is not ModelDrafter or isinstance(model, FeatureModel):
+            name = type(model if is_plain else self).__name__
+            raise ValueError(
+                f"a {name} drafts for one prompt at a time; use generate, or a ModelDrafter of a separate draft model"
+            )
+        return self.drafter
 
     def stream(
         self, prompt_ids: Ids, max_new_tokens: SupportsIndex, *, generator: torch.Generator | Sampler | None = None
@@ -134,7 +141,8 @@ class SpeculativeDecoder:
             self.drafter.start(session)
             while len(committed) < session.num_tokens:
                 round_ = self._round(committed, session.num_tokens - len(committed), session.draws)
-                session.settle(len(committed) - 1)
+                for model in session.models:
+                    model.forget(len(committed) - 1)
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return

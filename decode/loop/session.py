@@ -41,7 +41,7 @@ class Session:
         """
         self.num_prompt = len(prompt_ids)
         self.num_tokens = self.num_prompt + max_new_tokens
-        self.models: list[DraftModel] = []
+        self.models: list[DraftModel] = []  # those that are taken
         self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
         self.sampling, self.eos_ids = sampling, eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
@@ -68,11 +68,6 @@ class Session:
         model.session = self
         model.reset(self.num_tokens)
         self.models.append(model)
-
-    def settle(self, length: int) -> None:
-        """Note that no model will be rolled back to fewer than `length` tokens."""
-        for model in self.models:
-            model.forget(length)
 
     def check(self, model: DraftModel, role: str) -> None:
         """Raise ValueError for a model in use or in train mode, or without an embedding for an id of the prompt."""

@@ -28,12 +28,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from data_gen.labels.branches import ReadText, check_branches
+from data_gen.labels.rollout import Rollouts, rollouts_of
 from evaluation.traces.trace import CONFIDENCE, InputTensors, Trace, TraceRow
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
-from lm.batch import ReadText, check_branches
 from lm.draws import draw
 from lm.features.dspark import DSpark
-from lm.features.rollout import Rollouts, rollouts_of
 from lm.forwards import chunk_rows, chunks, device_of, logits_of
 from lm.sampling import refuse_non_finite
 from lm.signals import Normalised, signals_of, stored_scalars

@@ -8,7 +8,7 @@ path position, in path order). With start s of a round and j tokens drafted befo
 
 Signals are float32, as the loop reads them.
 
-What a feature draft draws depends on where its round began (`lm.features.rollout`). Its trace has a branch at every
+What a feature draft draws depends on where its round began (`data_gen.labels.rollout`). Its trace has a branch at every
 position, the whole draft of the round that starts there: `is_rejected` is True throughout, and `num_passing` has how
 many of its tokens are accepted. A row's first round drafts nothing, as in decoding, so its first branch is empty; the
 path holds each draft's first step, with the response's token.

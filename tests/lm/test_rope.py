@@ -5,12 +5,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.schema import ModelSource
+from data_gen.labels.branches import check_branches
 from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.pearl import PearlDecoder
 from decode.drafters.trees import TreeDrafter
 from decode.policies import FixedLength
 from lm import CachedModel, Sampling
-from lm.batch import check_branches
 from lm.forwards import hidden_states, logits_of
 from lm.pair import without_weights
 from lm.rope import rope_switch_of

@@ -5,8 +5,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from data_gen.labels.branches import check_branches
 from lm import CachedModel
-from lm.batch import check_branches
 from lm.cache import Snapshots, make_cache
 from lm.selfcheck import _text, chain_plan
 from tests.conformance.families import FAMILIES, VOCAB_SIZE, build

@@ -94,7 +94,7 @@ def test_a_target_beside_its_draft_is_run_by_one_thread_and_an_error_of_the_draf
 
 
 def test_batches_are_refused():
-    with pytest.raises(ValueError, match="a PearlDecoder decodes one prompt at a time"):
+    with pytest.raises(ValueError, match="a PearlDecoder drafts for one prompt at a time"):
         PearlDecoder(ToyModel(1), ToyModel(2), gamma=2, eos_ids=frozenset()).generate_batch([PROMPT, PROMPT], 3)
 
 

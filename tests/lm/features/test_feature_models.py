@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
+from data_gen.labels.rollout import rollouts_of
 from lm.features.glide import Glide
-from lm.features.rollout import rollouts_of
 from lm.masks import Tree
 from tests.toys.enumeration import seeded
 from tests.toys.random_drafts import BLOCKS, KINDS, PAIRS, TARGETS, VOCAB, beside, config, draft, target

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lm.batch import ReadText
+from data_gen.labels.branches import BranchMask, ReadText
 from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
@@ -26,7 +26,7 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from lm.features.recorder import features_of, modules_read_by
 from lm.forwards import recorded
-from lm.masks import BranchMask, Fed, visible
+from lm.masks import Fed, visible
 
 _MAX_BLOCKS = 64  # blocks per forward; bounds the attention mask
 
