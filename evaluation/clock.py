@@ -45,11 +45,12 @@ from store.progress import Bar
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
-_PARTS = ("draft", "verify", "rest")
+_PARTS = {"draft": "drafting", "verify": "verification", "rest": "the rest"}
 _GAINS = ("predicted_gain", "clocked_gain")
 _COLUMNS = {"policy": ("policy", ""), "setting": ("setting", "")}
 _COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("predicted", "clocked")}
-_COLUMNS |= {"difference": ("difference", "+.1%")} | {f"of it {part}": (part, "+.1%") for part in _PARTS}
+_COLUMNS |= {"difference": ("difference", "+.1%")}
+_COLUMNS |= {f"of it {words}": (part, "+.1%") for part, words in _PARTS.items()}
 _COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
 Row = Mapping[str, Any]
 """A family and its setting, predicted and clocked tokens per second, their difference and its parts, the predicted and
@@ -104,11 +105,12 @@ def verdict_of(rows: Sequence[Row], common: float) -> str:
     """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in; `common`: the
     median difference.
     """
-    listed = [
-        f"{row['family']} {row['difference']:+.1%}, most of it {max(_PARTS, key=lambda part: abs(row[part]))}"
-        for row in rows
-        if abs(row["difference"]) > TOLERANCE
-    ]
+    listed = []
+    for row in rows:
+        if abs(row["difference"]) > TOLERANCE:
+            parts = {words: abs(row[part]) for part, words in _PARTS.items()}
+            most = max(parts, key=parts.__getitem__)
+            listed.append(f"{family(row['family']).label} {row['difference']:+.1%}, most of it {most}")
     if not listed:
         return f"every family is within {TOLERANCE:.0%} of its prediction"
     return f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families"

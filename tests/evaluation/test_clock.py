@@ -9,6 +9,7 @@ from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
 from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, clock_table, played_on, report_of, rows_of
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
+from evaluation.families import family
 from evaluation.gain import Throughput, gain_over
 from evaluation.played import Played
 from evaluation.times import Times
@@ -105,7 +106,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     gain = (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
     assert second["clocked_gain"].value == pytest.approx(gain)
     assert "1 responses left out" in report["about"]
-    assert f"{second['family']} {second['difference']:+.1%}, most of it draft" in report["verdict"]
+    assert f"{family(second['family']).label} {second['difference']:+.1%}, most of it drafting" in report["verdict"]
     assert report["verdict"].endswith(f"{report['common']:+.1%} is the median of all families")
     assert [row["policy"] for row in clock_table(report).rows] == [
         "best fixed length",
