@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
@@ -133,7 +134,7 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
     above the number of tokens.
     """
     figure, (axes, below) = panels_of(1, width=4.4, height=4.2, rows=(3, 1))
-    bins = {f"best {TIMING_LABELS[timing]} head": _bins(trace, head) for timing, head in heads.items()}
+    bins = {f"best {TIMING_LABELS[timing]} head": bins_of(trace, head) for timing, head in heads.items()}
     draw_bins(axes, below, bins, lines=[_LINES[timing] for timing in heads])
     below.set_xlabel("predicted probability of acceptance")
     return plot_of(
@@ -145,7 +146,10 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
     )
 
 
-def _bins(trace: Trace, head: AcceptanceHead) -> dict[str, np.ndarray]:
+def bins_of(trace: Trace, head: AcceptanceHead) -> dict[str, Float[np.ndarray, " bin"]]:
+    """Of each bin of a head's calibrated prediction for the tokens that the draft draws first: the mean prediction, the
+    share that is accepted, and the number of tokens, which is 0 below `_FEWEST`.
+    """
     drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
     logit = trace.logit(head).astype(np.float64)
     if head.timing == "fed":  # its score of a token is at the token after it

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.special import expit
 
 from data_gen.responses.exchange import Exchange
 from decode.experiment import Experiment
 from decode.policies import DSparkConfidence, Entropy
 from decode.policies.scores import ScoreHead
-from evaluation.report.plots import reliability_plot
+from evaluation.report.plots import bins_of, reliability_plot
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
@@ -205,6 +206,16 @@ def test_what_no_draft_can_draw_is_not_among_the_first_drawn_and_leaves_plots_fi
     np.testing.assert_array_equal(trace.is_drafted, trace.branch_lengths > 0)
     heads = {timing: feature_head(timing) for timing in ("drawn", "fed")}
     assert reliability_plot(trace, heads).svg.startswith("<svg")
+    bins = bins_of(trace, heads["drawn"])
+    drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
+    predicted = expit(heads["drawn"].calibrated_logit(trace.logit(heads["drawn"]).astype(float)[drawn]))
+    for number in range(15):
+        is_here = (predicted >= number / 15) & (predicted < (number + 1 if number < 14 else 16) / 15)
+        assert bins["count"][number] == (is_here.sum() if is_here.sum() >= 5 else 0)
+        if bins["count"][number]:
+            assert bins["true"][number] == pytest.approx(is_accepted[is_here].mean())
+            assert bins["predicted"][number] == pytest.approx(predicted[is_here].mean())
+    assert bins["count"].sum() > 20
 
 
 def written(trace: Trace, directory: Path, num_shards: int = 2) -> Trace:
