@@ -177,3 +177,14 @@ def test_a_pushed_card_has_the_license_and_names_the_draft_on_the_hub_as_its_bas
         assert (pushed.data.license, pushed.data.base_model) == (expected, "org/draft")
         assert ("not stated" in pushed.text) == (license is None)
         assert "/models" not in pushed.text + (hub / "a/head" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("checkpoints/**/heads/*/config.json")), ids=lambda path: path.parent.name
+)
+def test_shipped_heads_have_the_card_of_their_config_and_a_license(path: Path):
+    head = AcceptanceHead.from_pretrained(path.parent)
+    assert path.with_name("README.md").read_text() == str(head.generate_model_card())
+    assert head.provenance.license == "cc-by-nc-4.0"
+    is_feature_draft = "smollm2" in str(path)
+    assert bool(code_of(str(head.generate_model_card()))[1:]) != is_feature_draft
