@@ -100,7 +100,7 @@ def all_steps(config: Config | str | PurePath) -> None:
         if name == "train" or not is_child:
             print(f"== {number} of {len(steps)}: {name}", flush=True)
             try:
-                command_of(name)(replace(config, is_step=True))
+                command_of(name)(replace(config, is_step="tune" in steps))  # else `evaluate` prints the verdict
             except NothingToExportError:  # training has printed why
                 print("note: no head is worth exporting (export --force does); only policies without training compete")
                 steps.remove("tune")

@@ -20,6 +20,7 @@ from configs import Config, load_config
 from configs.command import SECTIONS, config_of, parser_for, run, takes_config
 from configs.front import COMMANDS as FRONT_COMMANDS
 from configs.front import all_steps, command_of, main
+from configs.hints import NothingToExportError
 from configs.load import yaml_of
 from configs.schema import ModelSource, PairConfig
 from configs.screens import options_of, screen_of, settings_of
@@ -378,3 +379,20 @@ def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fai
     with pytest.raises(SystemExit, match="7") if failing else nullcontext():
         all_steps(config)
     assert steps == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")[:num_run]]
+
+
+def test_all_evaluates_without_heads_and_ends_with_the_verdict_if_none_may_be_exported(monkeypatch, capsys):
+    steps, config = [], Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
+
+    def command(name):
+        def run_step(config: Config) -> None:
+            steps.append((name, config.is_step))
+            if name == "export":
+                raise NothingToExportError("no head is better")
+
+        return run_step
+
+    monkeypatch.setattr("configs.front.command_of", command)
+    all_steps(config)
+    assert steps == [("data", True), ("train", True), ("export", True), ("evaluate", False)]
+    assert "note: no head is worth exporting" in capsys.readouterr().out
