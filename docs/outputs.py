@@ -137,7 +137,8 @@ def filled(quoted: str, output: str) -> str:
         if found is None:
             raise ValueError(f"nothing has the form of\n\n{part}\nin the rest of the output:\n\n{output[position:]}")
         position = found.end()
-        result += f"{found[0].rstrip()}\n"
+        indentation = part[: len(part) - len(part.lstrip(" "))]
+        result += f"{indentation}{found[0].rstrip()}\n"
     return result
 
 
