@@ -91,8 +91,8 @@ class GreedySampler:
         return token if row[token] == row[token] else refuse_no_token(len(row), dist)
 
     @staticmethod
-    def draw(dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        """Index of the largest entry; len(dist), which is no token, for NaN."""
+    def draw(dist: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows 1"]:
+        """Index of the largest entry of each row; the width, which is no token, for NaN."""
         best, token = dist.max(-1, keepdim=True)
         return torch.where(best.isnan(), dist.shape[-1], token)
 

@@ -26,6 +26,7 @@ Rows = Float[Tensor, "position vocab"]
 Logits = Float[Tensor, "*position vocab"]
 Numbers = Float[Tensor, "*position"]
 Ids = Int[Tensor, " position"]
+Tokens = Int[Tensor, "*position"]
 POSITION = "text_position"  # scalar of a token's index in its response
 LARGEST_LOGIT = 16.0
 """Logits of probabilities are clamped to ±16 (1 - q = 1.1e-7), so that a certain token gives a head a finite input."""
@@ -50,7 +51,7 @@ class Normalised:
     def __init__(self, logits: Logits, probs: Logits | None = None) -> None:
         """`probs`: softmax(logits), if it is known; it is changed and restored while a signal is computed."""
         self.logits = upcast(logits)
-        self._odds: tuple[Ids, Numbers] | None = None
+        self._odds: tuple[Tokens, Numbers] | None = None
         if probs is not None:
             self.probs = probs
 
@@ -59,7 +60,7 @@ class Normalised:
         return self.logits.softmax(-1)
 
     @cached_property
-    def best(self) -> Ids:
+    def best(self) -> Tokens:
         """The most probable token."""
         if self.probs.is_cpu:  # where torch's search takes as long as a softmax, and numpy's a tenth of it
             return torch.from_numpy(np.asarray(array_of(self.probs).argmax(-1)))
@@ -89,7 +90,7 @@ class Normalised:
                 return means.view(values.shape[:-1])
         return torch.linalg.vecdot(self.probs, values.clamp_min(torch.finfo(values.dtype).min))
 
-    def log_odds(self, token: Ids) -> Numbers:
+    def log_odds(self, token: Tokens) -> Numbers:
         """log(q(y) / (1 - q(y))), unclamped; the last one is kept for other signals of the same token.
 
         1 - q(y) is the sum over the other tokens, so it is not lost where q(y) rounds to 1; without other tokens it is
@@ -108,7 +109,7 @@ class Normalised:
         return self._odds[1]
 
 
-def _at(values: Logits, token: Ids) -> Numbers:
+def _at(values: Logits, token: Tokens) -> Numbers:
     return values.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 

@@ -81,7 +81,7 @@ def verify(
 
 
 def verify_rows(
-    tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Rows], draws: Sequence[Sampler]
+    tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Float[Tensor, "_ vocab"]], draws: Sequence[Sampler]
 ) -> list[tuple[int, int, list[float]]]:
     """One verification of several drafts, all at temperature 0 or none: for each what `verify` returns, and
     `revealed_probs`. An accelerator is read twice, for acceptance and for the next tokens; at temperature 0 once.
@@ -112,7 +112,9 @@ def _best_tokens(p: Rows) -> list[int]:
     return best.tolist()
 
 
-def _ratios(tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Rows]) -> list[list[float]]:
+def _ratios(
+    tokens: Sequence[Sequence[int]], q: Sequence[Drawn], p: Sequence[Float[Tensor, "_ vocab"]]
+) -> list[list[float]]:
     """Acceptance probabilities of several drafts, with one transfer from a device."""
     if p[0].is_cpu:
         return list(map(_ratios_on_host, tokens, q, p))
