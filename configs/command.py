@@ -8,14 +8,14 @@ stderr and exit code 2.
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from inspect import signature
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, Namespace, set_parsing_settings
@@ -96,8 +96,10 @@ class _Experiment(ActionConfigFile):
         try:
             file = experiment_file(values)
             if Path(file).is_file():
-                _refuse_repeated(yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader))
+                _refuse_lost(yaml.compose(Path(file).read_text(encoding="utf-8"), yaml.SafeLoader), Config)
             super().__call__(parser, cfg, file, option_string)
+        except RecursionError as error:
+            raise ArgumentError(None, f"{values}: it is nested too deeply, or has an alias of itself") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ArgumentError(None, f"{values}: {' '.join(str(error).split())}") from error
         except ValueError as error:
@@ -106,17 +108,51 @@ class _Experiment(ActionConfigFile):
             raise ArgumentError(None, f"{values}: {error}") from error
 
 
-def _refuse_repeated(node: yaml.Node | None, name: str = "") -> None:
-    """Raise ValueError for a key that a mapping has twice, of which YAML would read the last alone."""
+def _refuse_lost(node: yaml.Node | None, kind: object, name: str = "") -> None:
+    """Raise ValueError for what would be lost: a key that a mapping of this type has twice, an empty one, and an
+    unknown one without settings; and for a null character.
+    """
     if not isinstance(node, yaml.MappingNode):
         return
+    kinds = _settings_of(kind)
     seen: set[str] = set()
     for key, value in node.value:
         dotted = f"{name}.{key.value}" if name else str(key.value)
+        line = key.start_mark.line + 1
+        if key.value == "":
+            raise ValueError(f"{name or 'the experiment'} has an empty key in line {line}; remove it")
         if dotted in seen:
-            raise ValueError(f"{dotted} occurs twice, the second time in line {key.start_mark.line + 1}; join the two")
+            raise ValueError(f"{dotted} occurs twice, the second time in line {line}; join the two")
+        if kinds and key.value not in kinds and _is_empty(value):
+            raise ValueError(f"{dotted} in line {line} is no setting; {meant(key.value, kinds)}")
+        if isinstance(value, yaml.ScalarNode) and "\0" in value.value:
+            raise ValueError(f"{dotted} is {value.value[:60]!r} in line {line}; remove the null character")
         seen.add(dotted)
-        _refuse_repeated(value, dotted)
+        _refuse_lost(value, kinds.get(key.value), dotted)
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    """Whether a node is a mapping without settings, which the parser ignores under any name."""
+    return isinstance(node, yaml.MappingNode) and all(_is_empty(value) for _, value in node.value)
+
+
+def _settings_of(kind: object) -> Mapping[str, object]:
+    """The settings of a section and their types; empty for other types."""
+    section = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
+    return {} if section is None else get_type_hints(section)
+
+
+def _refuse_whole_texts(parsed: Namespace, argv: Sequence[str]) -> None:
+    """Raise ValueError for a list or mapping with the whole text as an entry: jsonargparse puts it there instead of
+    an entry of the wrong type.
+    """
+    for index, argument in enumerate(argv):
+        name, _, text = argument.removeprefix("--").partition("=")
+        text = text or "".join(argv[index + 1 : index + 2])
+        value = parsed.get(name) if argument.startswith("--") and text.startswith(("[", "{")) else None
+        entries = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(entries, list | tuple) and text in entries:
+            raise ValueError(f"--{name} is {text}, of which an entry is no text; put it in quotes")
 
 
 def run(
@@ -206,6 +242,7 @@ def arguments_of(
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
             problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
         raise ValueError(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})") from error
+    _refuse_whole_texts(parsed, argv)
     sections = {"config", *(f.name for f in fields(Config))} if has_config else set()
     flags = {
         key: kinds[key](**vars(value)) if isinstance(value, Namespace) else value  # a record among the flags

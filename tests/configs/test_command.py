@@ -161,6 +161,25 @@ def test_a_section_or_setting_that_occurs_twice_is_refused(tmp_path, capsys, tex
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "text", "complaint"),
+    [
+        ([], "pear: {target: {}}\n", "pear in line 1 is no setting; did you mean pair?"),
+        ([], "data:\n  server: {urls: {}}\n", "data.server.urls in line 2 is no setting; did you mean url?"),
+        ([], "data: {'': 1}\n", "data has an empty key in line 1"),
+        ([], 'pair: "a\\0b"\n', "pair is 'a\\x00b' in line 1; remove the null character"),
+        ([], "a: &x [*x]\n", "e.yaml: it is nested too deeply, or has an alias of itself"),
+        (["--data.prompts", "[2024, b]"], "{}", "--data.prompts is [2024, b], of which an entry is no text"),
+    ],
+)
+def test_what_the_parser_would_lose_is_refused_by_name(tmp_path, capsys, argv, text, complaint):
+    (tmp_path / "e.yaml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["stats", "--config", "tiny", "--config", str(tmp_path / "e.yaml"), *argv])
+    [line] = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
 def test_output_in_an_encoding_that_lacks_a_character_is_no_error(monkeypatch):
     output = TextIOWrapper(BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", output)
