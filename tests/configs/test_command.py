@@ -16,12 +16,11 @@ from lightning_utilities.core.imports import RequirementCache
 from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import CSVLogger
 
-from configs import Config, load_config
-from configs.command import SECTIONS, config_of, parser_for, run, takes_config
+from configs import Config
+from configs.command import SECTIONS, config_of, parser_for, run
 from configs.front import COMMANDS as FRONT_COMMANDS
 from configs.front import all_steps, command_of, main
 from configs.hints import NothingToExportError
-from configs.load import yaml_of
 from configs.schema import ModelSource, PairConfig
 from configs.screens import options_of, screen_of, settings_of
 from configs.shipped import NAMES
@@ -186,43 +185,6 @@ def test_output_in_an_encoding_that_lacks_a_character_is_no_error(monkeypatch):
     run({"say": lambda: print("next: … done")}, argv=["say"])
     output.flush()
     assert output.buffer.getvalue() == b"next: ? done\n"
-
-
-def test_a_yaml_gives_in_python_what_it_gives_on_the_command_line(yaml: str, tmp_path: Path):
-    for given in (yaml, Path(yaml), "tiny"):
-        config = load_config(given)
-        assert config == shown("--config", str(given))
-        assert config.arguments == ("--config", str(given))
-        assert load_config(config) is config
-        written = tmp_path / "again.yaml"
-        written.write_text(yaml_of(config))
-        assert load_config(written) == config, "a written experiment is read again"
-    assert load_config("tiny", trainer=Trainer).trainer["devices"] == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        ("mine.yaml", "'mine.yaml' is neither a file nor a shipped experiment"),
-        (3, "the experiment is of type int; give a Config, or the path of a YAML file"),
-        ("{tmp}/e.yaml", r"num_trian.* \(did you mean data\.num_train\?\)"),
-    ],
-)
-def test_a_yaml_that_cannot_be_read_in_python_is_a_value_error_in_one_line(given: Any, complaint: str, tmp_path: Path):
-    (tmp_path / "e.yaml").write_text("data: {num_trian: 5}\n")
-    with pytest.raises(ValueError, match=complaint) as refused:
-        load_config(given.format(tmp=tmp_path) if isinstance(given, str) else given)
-    assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in FRONT_COMMANDS if takes_config(command_of(name))])
-def test_the_function_of_every_command_takes_the_path_of_a_yaml(name: str):
-    module, function_name = FRONT_COMMANDS[name][0].split(":")
-    function = getattr(importlib.import_module(module), function_name)
-    parameters = [parameter for parameter in signature(function).parameters.values() if parameter.name != "config"]
-    required = {parameter.name: "x" for parameter in parameters if parameter.default is parameter.empty}
-    with pytest.raises(ValueError, match=r"'no-such\.yaml' is neither a file nor a shipped experiment"):
-        function("no-such.yaml", **required)
 
 
 def test_print_config_round_trips(yaml: str, tmp_path: Path, capsys: pytest.CaptureFixture):
