@@ -179,6 +179,18 @@ def test_half_a_character_skips_its_prompt_and_no_other(tmp_path):
         complete(config, "caf\udce9", policy="fixed_length:k=2")
 
 
+def test_more_prompts_keep_the_shards_of_the_first_and_duplicates_do_not_count(tmp_path):
+    prompts = [f"How many are {i} and 4?" for i in range(12)]
+    settings = {"dir": str(tmp_path / "mine"), "max_new_tokens": 2, "rows_per_shard": 2, **MODELS}
+    config = make_data([*prompts, *prompts[:6]], **settings)
+    rows = Path(config.data.dir, "rows")
+    before = {path.name: path.read_bytes() for path in rows.glob("*.parquet")}
+    grown = make_data([*prompts, *prompts[:6], *(f"And {i} plus 9?" for i in range(8))], **settings)
+    assert (config.data.num_dev, grown.data.num_dev, grown.decode.num_test) == (1, 1, 1)
+    assert {name: (rows / name).read_bytes() for name in before} == before
+    assert len(list(rows.glob("*.parquet"))) > len(before)
+
+
 def test_a_model_with_an_adapter_is_refused_until_it_is_merged(tmp_path):
     class Adapted(PreTrainedModel):
         def __init__(self): ...
