@@ -16,27 +16,27 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (742, 700),
-    "store": (355, 350),
-    "lm": (2890, 2650),
-    "data_gen": (3699, 3000),
-    "heads": (3055, 2450),
-    "decode": (2602, 2350),
-    "evaluation": (6679, 4950),  # 4,100 and 850 for the papers' room, which is still in it
-    "serve": (483, 480),
+    "configs": (851, 700),
+    "store": (364, 350),
+    "lm": (2867, 2650),
+    "data_gen": (4075, 3000),
+    "heads": (3328, 2450),
+    "decode": (2676, 2350),
+    "evaluation": (6807, 4950),  # 4,100 and 850 for the papers' room, which is still in it
+    "serve": (484, 480),
     "checkpoints/recipes": (928, 930),
     "benchmarks": (448, 340),
 }
 CONSTRUCTIONS = {
     # construction: (occurrences today, to reach)
-    "a, b = x, y": (578, 60),
-    "text or list times a condition": (22, 0),
+    "a, b = x, y": (561, 60),
+    "text or list times a condition": (19, 0),
     "three comprehensions in one statement": (8, 0),
-    "Any": (582, 300),
+    "Any": (577, 300),
     "record type": (132, 120),
     "public name with two meanings": (30, 5),
 }
-MAX_LINES = 36_000  # 35,000 to reach
+MAX_LINES = 35_400  # 35,000 to reach
 MAX_TEST_LINES = 27_000  # 22,000 to reach
 WIDE, MAX_SHARE_WIDE = 115, 0.057  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

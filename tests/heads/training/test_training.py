@@ -202,7 +202,7 @@ def test_train_heads_takes_a_directory_with_data_or_a_config_and_calls_callbacks
 def test_an_object_where_a_path_is_due_is_refused_in_one_line_and_help_shows_every_public_name():
     """By the type check where every call has one."""
     for call, message in (
-        (train_heads, r"^data is AcceptanceHead; give a Config, or a directory with data$"),
+        (train_heads, r"^the experiment is of type AcceptanceHead; give a Config, or the path of a YAML file$"),
         (AcceptanceHead.from_pretrained, r"^AcceptanceHead is neither a path nor a hub id of a head"),
     ):
         with pytest.raises((ValueError, TypeError), match=rf"{message}|Actual value: AcceptanceHead"):
