@@ -43,9 +43,7 @@ def figure_of(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def panels_of(
-    columns: int, *, width: float, height: float, rows: Sequence[float] = (1.0,)
-) -> tuple[Figure, list[Axes]]:
+def panels_of(columns: int, *, width: float, height: float, rows: Sequence[int] = (1,)) -> tuple[Figure, list[Axes]]:
     """A figure with `columns` pairs of axes in each row; `rows`: their relative heights. Sizes in inches. Rows share
     their x axis within a column, and columns their y axis within a row, if there are several rows.
     """

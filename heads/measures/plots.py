@@ -28,7 +28,7 @@ def reliability_diagram(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Predicted and true acceptance probability, raw and calibrated, of the best head of each kind of inputs, above
     the number of tokens in each bin.
     """
-    figure, panels = panels_of(2, width=9, height=5, rows=(3, 1))
+    figure, panels = panels_of(2, width=9.0, height=5.0, rows=(3, 1))
     for number, way in enumerate(("raw", "calibrated")):
         above, below = panels[number::2]
         draw_bins(above, below, _bins(result, specs, way=way))
@@ -54,7 +54,7 @@ def along_draft(result: Result, specs: Sequence[HeadSpec]) -> Figure:
     """Calibrated token KL, token ECE and survival ECE by draft position, of the best head of each kind of inputs."""
     panels = {"token KL, nats": ("by_position", "kl"), "token ECE": ("by_position", "ece")}
     panels["survival ECE"] = ("survival", "ece")
-    figure, every = panels_of(len(panels), width=12, height=3.6)
+    figure, every = panels_of(len(panels), width=12.0, height=3.6)
     for axes, (title, (group, metric)) in zip(every, panels.items(), strict=True):
         for name in best_heads(result, specs).values():
             values = [entry[metric] for entry in result["heads"][name]["calibrated"][group]]
@@ -68,7 +68,7 @@ def learning_curves(result: Result, specs: Sequence[HeadSpec], *, history: list[
     """Calibrated KL on dev at each validation as a part of that of the draft's own signal, which makes timings
     comparable: every head pale, the best of each kind of inputs in full colour with a dot at its best step.
     """
-    figure, (axes,) = panels_of(1, width=8, height=4.2)
+    figure, (axes,) = panels_of(1, width=8.0, height=4.2)
     steps = [entry["step"] for entry in history]
     best = set(best_heads(result, specs).values())
     for number, of_kind in enumerate(by_kind(specs).values()):

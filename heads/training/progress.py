@@ -37,9 +37,9 @@ class StepsBar(pl.Callback):
         if self._bar is None:
             total = sum(trainer.num_test_batches)
             self._bar = _bar_of(trainer, total=total, desc="measure heads", unit="batches", leave=False)
-        self._advance(self._bar.n + 1)
+        self._advance(int(self._bar.n) + 1)
 
-    def _advance(self, count: float) -> None:
+    def _advance(self, count: int) -> None:
         if self._bar is not None:
             self._bar.update(count - self._bar.n)
 
