@@ -239,6 +239,8 @@ def arguments_of(
         if has_config and "--config" not in argv:
             hint = "pass --config FILE; `acceptance-heads init` writes one, and --config tiny is a shipped one"
         problem = one_line(error)
+        if "Empty nested key" in problem and (found := _EMPTY_KEY.search(" ".join(argv))):
+            problem = f"{found[1]} has an empty key; remove it"
         for name in (name for name in signature(command).parameters if name.endswith("_")):  # --for, not for_
             problem = re.sub(rf"\b{name}\b", f"--{name.rstrip('_')}", problem)
         raise ValueError(f"{problem} ({_meant(' '.join(str(error).split()), parser) or hint})") from error
@@ -267,6 +269,8 @@ def _settings_in(argv: Iterable[str]) -> tuple[str, ...]:
     return tuple(settings)
 
 
+_EMPTY_KEY = re.compile(r"(--[\w.]+)(?:(?! --).)*?[{,] *(?:\"\"|'') *:")
+"""A mapping on the command line with a key that is empty."""
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
 
 
