@@ -269,7 +269,7 @@ def _settings_in(argv: Iterable[str]) -> tuple[str, ...]:
     return tuple(settings)
 
 
-_EMPTY_KEY = re.compile(r"(--[\w.]+)(?:(?! --).)*?[{,] *(?:\"\"|'') *:")
+_EMPTY_KEY = re.compile(r"(--[\w.]+)(?:(?! --).)*?[{,] *(?:\? )?(?:\"\"|'') *:")
 """A mapping on the command line with a key that is empty."""
 _UNKNOWN = r"nrecognized arguments: --([\w.]+)|Group '([\w.]+)' does not accept option '(\w+)'"
 

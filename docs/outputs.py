@@ -129,6 +129,7 @@ def _read(terminal: int) -> Iterator[bytes]:
 def filled(quoted: str, output: str) -> str:
     """The quoted lines as `output` has them; ValueError for a part whose form is not there."""
     result, position = "", 0
+    output = re.sub(r", rows_per_shard: \d+", "", output)  # `init` writes it where the data takes long
     for part in re.split(r"^(…\n|│.*\n)", quoted, flags=re.MULTILINE):
         if not part.strip() or part == "…\n":
             result += part

@@ -23,7 +23,7 @@ MIN_SHARE_AHEAD = 0.9
 """Of the repeated splits."""
 NUM_RESAMPLES = 200
 """Of the dev prompts."""
-Range = tuple[str, list[float]]
+Range = tuple[str, list[int | float]]
 """A parameter, and neighbouring values of it in ascending order."""
 
 
