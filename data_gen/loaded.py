@@ -8,7 +8,7 @@ and generation config; and the tokenizer with its chat template. A model that di
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -122,12 +122,12 @@ def _generation_of(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
         return GenerationConfig.from_model_config(config)
 
 
-def _settings_of(config: PreTrainedConfig | GenerationConfig | None) -> dict[Any, object]:
+def _settings_of(config: PreTrainedConfig | GenerationConfig | None) -> dict[object, object]:
     """A config without what loading sets, also in the configs inside it."""
     return {} if config is None else _without_state(config.to_dict())
 
 
-def _without_state(values: Mapping[Any, object]) -> dict[Any, object]:
+def _without_state(values: Mapping[str, object] | Mapping[int, object]) -> dict[object, object]:
     kept = {name: value for name, value in values.items() if name not in _SET_BY_LOADING}
     return {name: _without_state(value) if isinstance(value, dict) else value for name, value in kept.items()}
 

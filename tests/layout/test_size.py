@@ -16,7 +16,7 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (851, 700),
+    "configs": (855, 700),
     "store": (364, 350),
     "lm": (2867, 2650),
     "data_gen": (4075, 3000),
