@@ -81,19 +81,17 @@ def make(
 
 
 def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
-    pair, data = config.pair, with_features(settled(config.data), config.heads)
+    data = with_features(settled(config.data), config.heads)
     requested = _requested(stages, data, retry_errors=retry_errors)
     all_specs = shards_of(data)
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
     sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
-    tokenizer = load_pair_tokenizer(pair)
-    manifest = make_manifest(pair, data, tokenizer=tokenizer, split=sizes)
+    tokenizer = load_pair_tokenizer(config.pair)
+    manifest = make_manifest(config.pair, data, tokenizer=tokenizer, split=sizes)
     manifest["split_by"] = split_by(data)
-    check_lengths(pair, data)  # before the manifest is written, which the remedy would change
+    check_lengths(config.pair, data)  # before the manifest is written, which the remedy would change
     if share.rank == 0:
         show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
-    specs = share.of(all_specs)
-    names = {spec.name for spec in specs}
     with ExitStack() as work:
         with share.first_turn(data, work):  # other processes wait here, so slow work (prompts, hashes) is done before
             clean_partial(data.dir, names=("manifest", "errors"))
@@ -101,16 +99,18 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
                 refuse_different(read_manifest(data.dir), manifest, data.dir)
             refuse_other_prompts(all_specs, data)  # before the manifest says how these prompts are split
             settle(data.dir, manifest)
+        specs = share.of(all_specs)
         forget_short(specs, data)
         if not share.is_whole:
             print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
+        names = {spec.name for spec in specs}
         forget_broken(path for path in shards_in(data.dir) if path.stem in names)
-        num_made = _complete(share.on_its_gpu(pair), data, specs, stages=requested, retry_errors=retry_errors)
+        num_made = _complete(share.on_its_gpu(config.pair), data, specs, stages=requested, retry_errors=retry_errors)
         # those of a killed run, and of actors that died in this one
         clean_partial(data.dir, *SHARD_FOLDERS, names=None if share.is_whole else names)
         with share.last_turn(data.dir, work) as num_others:
-            done = f"{data.dir}: {'' if share.is_whole else f'{share} '}made {num_made} shards"
-            done += f" (stages: {', '.join(requested)})"
+            rank = "" if share.is_whole else f"{share} "
+            done = f"{data.dir}: {rank}made {num_made} shards (stages: {', '.join(requested)})"
             missing = [spec.name for spec in all_specs if not is_done(spec, data)]
             if num_others:
                 print(f"{done}; {num_others} other processes still run, and the last one reports")

@@ -147,8 +147,8 @@ def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Pl
 
 
 def bins_of(trace: Trace, head: AcceptanceHead) -> dict[str, Float[np.ndarray, " bin"]]:
-    """Of each bin of a head's calibrated prediction for the tokens that the draft draws first: the mean prediction, the
-    share that is accepted, and the number of tokens, which is 0 below `_FEWEST`.
+    """The reliability of a head's calibrated predictions for the tokens that the draft draws first. Each bin of
+    predictions has their mean, the share of accepted tokens, and the number of tokens, 0 if it is below `_FEWEST`.
     """
     drawn, is_accepted = trace.first_drawn[trace.is_drafted], trace.is_first_accepted[trace.is_drafted]
     logit = trace.logit(head).astype(np.float64)

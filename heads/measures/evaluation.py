@@ -99,8 +99,8 @@ def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: 
 
 
 def _intervals(products: Tensor) -> list[Result]:
-    """Of each head: the interval of its KL, how much less KL than the draft's own signal it has, as a part of that, and
-    the interval of this lead.
+    """95 % intervals of every head: kl_interval, of its KL in nats per token; lead, 1 - KL / KL of the draft's own
+    signal; and lead_interval.
     """
     _, of_kl = ratio_interval(products, HEAD, TOKENS)
     part, of_part = ratio_interval(products, HEAD, SIGNAL)
