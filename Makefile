@@ -10,7 +10,7 @@ comma = ,
 # of these extras: others are installed on top when they are asked for
 INSTALLED = $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # Types and shapes are checked at every call, which makes a test three times as slow.
-CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,serve,checkpoints,beartype.beartype
+CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,papers,serve,checkpoints,beartype.beartype
 
 SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d1-w6
 SMOLLM2_SETTINGS = --config smollm2 --pair.target.path $(SMOLLM2) --data.prompts checkpoints/smollm2/prompts.jsonl \

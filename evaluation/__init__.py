@@ -1,3 +1,1 @@
-"""What measures: traces and replay, costs, contests between policies, the clock, tuning, reports, the papers'
-tables.
-"""
+"""What measures: traces and replay, costs, contests between policies, the clock, tuning and reports."""

@@ -18,11 +18,11 @@ from data_gen.official import import_ as import_data
 from data_gen.pipeline.inspect import responses
 from decode.generate.command import generate
 from evaluation.flags.command import flags
-from evaluation.papers.command import paper_tables
 from evaluation.report.evaluate import evaluate
 from heads.command import export, import_, push
 from heads.command import inspect as inspect_head
 from heads.model.head import AcceptanceHead
+from papers.command import paper_tables
 from store.lock import only_writer
 from store.shards import write_atomic
 

@@ -14,9 +14,9 @@ from evaluation.batches.curves import curves_store
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from evaluation.flag_types import RaceRules
-from evaluation.hierarchies import decoded
 from heads import AcceptanceHead
 from heads.model.head import Provenance
+from papers.hierarchies import decoded
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__, "../../..").resolve()
-FLOORS = ("configs", "store", "lm", "data_gen", "heads", "decode", "evaluation", "serve")
+FLOORS = ("configs", "store", "lm", "data_gen", "heads", "decode", "evaluation", "serve", "papers")
 """The packages, lowest first: each may import those before it."""
 
 

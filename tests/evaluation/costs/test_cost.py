@@ -22,13 +22,13 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop, _rounds, costs_of, time_rounds, timed_lengths
 from evaluation.costs.stability import SKIP, SMALLEST_SHARE, stable
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
-from evaluation.papers.specdec import regressed
 from evaluation.times import LARGEST_ERROR, StopShares, Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
 from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead
 from lm import Pair, Sampling
+from papers.specdec import regressed
 from tests.evaluation.commands import config_with
 from tests.toys.random_drafts import BLOCK, draft, target
 from tests.toys.random_pairs import random_pair

@@ -1,4 +1,4 @@
-"""python -m evaluation theory: the closed forms as tables and as Chen's Figure 1. Tests check that the real loop has
+"""acceptance-heads theory: the closed forms as tables and as Chen's Figure 1. Tests check that the real loop has
 their means.
 """
 
@@ -12,8 +12,8 @@ import pandas as pd
 from configs.load import accepts_yaml
 from configs.schema import Config
 from evaluation.table import Table, announce, printing, say, shown
-from evaluation.theory import closed_forms as forms
 from heads.measures.figure import panels_of
+from papers.theory import closed_forms as forms
 
 _WIDTH = 110
 _COLUMNS = {

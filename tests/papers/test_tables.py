@@ -17,14 +17,14 @@ from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import Entropy, FixedLength, Heuristic, MaxProb, TokenProb
 from evaluation.competitor import Competitor
-from evaluation.hierarchies.decoded import Decoded, StoredLoop
-from evaluation.papers import svip
-from evaluation.papers.svip import CHAIN, by_category, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
+from papers import svip
+from papers.hierarchies.decoded import Decoded, StoredLoop
+from papers.svip import CHAIN, by_category, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
 from tests.evaluation.commands import called, config_with, printed, refusal, spelt
 from tests.toys.small_pair import trace
 

@@ -17,8 +17,8 @@ from decode import ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.loop.drafter import Drafter
 from decode.policies import FixedLength, Policy
-from evaluation.theory import closed_forms as theory
 from lm import acceptance_rate
+from papers.theory import closed_forms as theory
 from tests.toys.enumeration import ToyModel
 
 NUM_ROUNDS = 300

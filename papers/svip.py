@@ -46,9 +46,6 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Gain, Throughput, shortage
-from evaluation.hierarchies.configurations import NO_DRAFT
-from evaluation.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
-from evaluation.hierarchies.times import fitted
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -56,6 +53,9 @@ from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
+from papers.hierarchies.configurations import NO_DRAFT
+from papers.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
+from papers.hierarchies.times import fitted
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
 """Part of the target's name -> the threshold that the paper chose for its pair."""

@@ -18,9 +18,9 @@ from decode.policies.base import Policy
 from decode.policies.head import HeadPolicy
 from decode.policies.plain import Entropy, FixedLength, SelfVerify
 from evaluation.competitor import Competitor
-from evaluation.hierarchies.decoded import MICRO_ALONE, version_of
 from heads.model.head import AcceptanceHead
 from lm import CachedModel
+from papers.hierarchies.decoded import MICRO_ALONE, version_of
 
 NO_DRAFT, PLAIN = "target alone", "sd"
 PRE, SELF, BOTH, HSDDW = "sd + pre-verify", "sd + self-verify", "sd + pre-verify + self-verify", "HSDDW"

@@ -11,13 +11,13 @@ import torch
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, ModelSource, PairConfig, PromptSource
 from data_gen.pipeline.command import make
 from data_gen.prompts.stories import stories
-from evaluation.confidence import command as confidence
-from evaluation.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, score_of
 from heads import AcceptanceHead
 from heads.command import export
 from heads.model.confidence import CARD
 from heads.training.command import train
 from lm import load_pair
+from papers.confidence import command as confidence
+from papers.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, score_of
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 BLOCK = 3

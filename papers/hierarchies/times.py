@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Float
 
 from decode.loop.rounds import Counts
-from evaluation.hierarchies.decoded import Decoded
 from evaluation.played import Array, Played
 from evaluation.regression import least_absolute
 from evaluation.times import Times
+from papers.hierarchies.decoded import Decoded
 
 Columns = Callable[[Played], Sequence[Array]]
 """The counts, [setting, prompt], that seconds are explained by."""

@@ -1,4 +1,4 @@
-"""python -m evaluation hierarchy: does a third model pay? HSDDW's ablation and Table 4, and Chen's variant.
+"""acceptance-heads hierarchy: does a third model pay? HSDDW's ablation and Table 4, and Chen's variant.
 
 Every competitor is decoded in the real loop, in turns on each prompt. Dev chooses open lengths, by the throughput
 predicted at the fitted times. Beside the measured speed-ups are those that the same counts give at other times, and,
@@ -18,11 +18,11 @@ from decode.experiment import BETWEEN, Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import best_setting
 from evaluation.costs.stops import policies_by_kind, shares_of
-from evaluation.hierarchies import tables
-from evaluation.hierarchies.configurations import hierarchies_of
-from evaluation.hierarchies.decoded import Decoded, StoredLoop
-from evaluation.hierarchies.times import at_ratios, fit_times
 from evaluation.table import announce, printing, say
+from papers.hierarchies import tables
+from papers.hierarchies.configurations import hierarchies_of
+from papers.hierarchies.decoded import Decoded, StoredLoop
+from papers.hierarchies.times import at_ratios, fit_times
 from store.shards import write_atomic
 
 _FILES = ("arms.csv", "gain.csv", "gain.svg")

@@ -15,12 +15,12 @@ import pandas as pd
 
 from evaluation.contest import Result, best_setting
 from evaluation.gain import MIN_PROMPTS, gain_over, shortage
-from evaluation.hierarchies.configurations import PLAIN
-from evaluation.hierarchies.decoded import Decoded
-from evaluation.hierarchies.times import at_ratios, break_even, redundancy
 from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 from heads.measures.figure import GREY, Plot, figure_of, plot_of
+from papers.hierarchies.configurations import PLAIN
+from papers.hierarchies.decoded import Decoded
+from papers.hierarchies.times import at_ratios, break_even, redundancy
 
 _COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "tokens": ("num_emitted", "")}
 _COLUMNS |= {"micro tokens": ("num_micro", ""), "draft tokens": ("num_drafted", "")}

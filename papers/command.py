@@ -1,4 +1,4 @@
-"""python -m evaluation tables --paper NAME: a paper's tables as printed, in rows and columns, for the pair of a config.
+"""acceptance-heads tables --paper NAME: a paper's tables as printed, in rows and columns, for the pair of a config.
 
 specdec++ (arXiv 2405.19715) and svip (arXiv 2411.18462) are replayed, but for SpecDec++'s Table 2: replayed throughputs
 are predictions, counts times measured or given times (law 4.9), as in the paper SpecDec++. svip-trees (its Tables 3 and
@@ -13,10 +13,10 @@ from configs.load import accepts_yaml
 from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.papers.hsddw import hsddw_tables
-from evaluation.papers.specdec import specdec_tables
-from evaluation.papers.svip import svip_tables, tree_tables
 from evaluation.table import Table, printing, say
+from papers.hsddw import hsddw_tables
+from papers.specdec import specdec_tables
+from papers.svip import svip_tables, tree_tables
 
 
 @accepts_yaml

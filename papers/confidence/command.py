@@ -1,4 +1,4 @@
-"""python -m evaluation judge: how well calibrated a DSpark draft's confidences are on your prompts, by position.
+"""acceptance-heads judge: how well calibrated a DSpark draft's confidences are on your prompts, by position.
 
 They predict the acceptance rate before a token is drawn. Compared are the draft's own confidence head, the same with an
 offset and slope fitted on dev (one, or one per position), your prefix heads, vLLM's estimator, which needs no head, and

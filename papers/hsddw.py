@@ -27,14 +27,14 @@ from decode.experiment import Experiment
 from evaluation.competitor import Competitor
 from evaluation.contest import Result
 from evaluation.gain import Gain
-from evaluation.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, PRE, SELF, hierarchies_of
-from evaluation.hierarchies.decoded import MICRO_ALONE, StoredLoop
-from evaluation.hierarchies.times import fit_times, redundancy
 from evaluation.keys import models_key
-from evaluation.papers.svip import EAGLE_2, competitor_of, fixed, lengths_of, speed_ups
 from evaluation.table import Table
 from evaluation.times import Times
 from lm.features.eagle import Eagle
+from papers.hierarchies.configurations import BOTH, HSDDW, NO_DRAFT, PLAIN, PRE, SELF, hierarchies_of
+from papers.hierarchies.decoded import MICRO_ALONE, StoredLoop
+from papers.hierarchies.times import fit_times, redundancy
+from papers.svip import EAGLE_2, competitor_of, fixed, lengths_of, speed_ups
 
 _ABLATION = {PLAIN: ("", "", ""), PRE: ("x", "", ""), SELF: ("", "x", ""), BOTH: ("x", "x", ""), HSDDW: ("", "", "x")}
 _MODELS = {"target-draft": PLAIN, "target-micro": MICRO_ALONE, "Pre+Self-verify": BOTH, "HSDDW": HSDDW}

@@ -12,15 +12,15 @@ import torch
 from decode import Counts, Generation, Round
 from decode.policies import Entropy, FixedLength
 from evaluation.competitor import Competitor
-from evaluation.hierarchies import configurations
-from evaluation.hierarchies.command import play
-from evaluation.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, stored_of
-from evaluation.hierarchies.tables import paying, third_level_frame, third_level_verdict
-from evaluation.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
+from papers.hierarchies import configurations
+from papers.hierarchies.command import play
+from papers.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, stored_of
+from papers.hierarchies.tables import paying, third_level_frame, third_level_verdict
+from papers.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from tests.evaluation.commands import called, printed, refusal
 
 FREE = Competitor("sd", "sd", FixedLength(0), ({"k": 3},))
