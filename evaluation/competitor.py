@@ -55,6 +55,10 @@ class Arm:
 
 CALIBRATED = "is_calibrated"
 """The parameter of heads that is no number: whether a threshold bounds a calibrated or a raw probability."""
+ONLINE = "is_online"
+"""The parameter of `auto` that is no number: whether lambda is learned in each generation or is the one of dev."""
+_WORDS = {CALIBRATED: ("raw", "calibrated"), ONLINE: ("lambda of dev", "lambda learned online")}
+"""Parameter that is no number -> what tables write for False and for True."""
 
 
 def head_in(name: str) -> str:
@@ -79,14 +83,27 @@ def competes(name: str, experiment: Experiment) -> bool:
 
 
 def _named_value(key: str, value: object) -> str:
-    if key == CALIBRATED:
-        return calibration_text(bool(value))
+    if key in _WORDS:
+        return words_of(key, value=bool(value))
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
 
 
-def calibration_text(is_calibrated: bool) -> str:
-    """Which probability of a head a threshold bounds."""
-    return "calibrated" if is_calibrated else "raw"
+def words_of(parameter: str, *, value: bool) -> str:
+    """What tables write for a parameter that is no number."""
+    return _WORDS[parameter][value]
+
+
+def values_of(setting: Mapping[str, Any]) -> str:
+    """The values of a setting, without their names."""
+    if "slope" in setting:
+        return f"{setting['slope']:.3g} logit q(y) {setting['offset']:+.3g}, two numbers fitted on dev"
+    texts = []
+    for key, value in setting.items():
+        if key in _WORDS:
+            texts.append(words_of(key, value=bool(value)))
+        else:
+            texts.append(f"{value:.3g}" if isinstance(value, float) else f"{value}")
+    return ", ".join(texts)
 
 
 def competitors_of(

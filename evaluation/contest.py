@@ -20,8 +20,8 @@ from jaxtyping import Float
 
 from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
-from evaluation.competitor import Arm, Competitor, bounds, label_of
-from evaluation.families import BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
+from evaluation.competitor import ONLINE, Arm, Competitor, bounds, label_of
+from evaluation.families import AUTO, BASELINE, GROUPS, HEADS_OF, ORACLE, REPLAYED, families, family
 from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.splits import RepeatedSplits, repeated_splits
@@ -150,14 +150,14 @@ class Replays:
     def autos(
         self, head: AcceptanceHead, every: Sequence[Times], is_online: Sequence[bool] = (False, True)
     ) -> list[list[Arm]]:
-        """The rule of law 4.11 with this head at each of several times, lambda from dev or learned online."""
+        """The rule of law 4.11 with this head at each of several times: an arm for each way to find lambda."""
         arms: list[list[Arm]] = [[] for _ in every]
+        name = next((arm.competitor.name for arm in self.arms if head in arm.competitor.policy.heads), AUTO)
         for learns in is_online:
-            name = f"auto_{head.timing}{'_online' * learns}"
             rules = autos_for(head, self.traces.dev, every, is_online=learns)
             played = [replay_settings(trace, side_by_side(rules)) for trace in self.traces]
             for number, rule in enumerate(rules):
-                competitor = Competitor(name, name, rule, ({},))
+                competitor = Competitor(AUTO, name, rule, ({ONLINE: learns},))
                 arms[number].append(Arm(competitor, *(part.select([number]) for part in played)))
         return arms
 

@@ -16,7 +16,9 @@ PERFECT, ORACLE, LENGTH_HEAD = "perfect_drawn", "oracle", "length_head"
 SPECDEC = "head_specdec"
 """SpecDec++'s own heads, fed-time on the hidden state alone."""
 LENGTHS, PROBABILITIES, ENTROPIES, CUSTOM, ENGINES = "lengths", "probabilities", "entropies", "custom", "engines"
-PAPERS, HEADS, AUTO, BOUND = "SpecDec++", "heads", "auto", "bounds"
+PAPERS, HEADS, BOUND = "SpecDec++", "heads", "bounds"
+AUTO = "auto"
+"""The kind and the only family of the rule of law 4.11 with a head: its head and how it finds lambda are settings."""
 TRAINING_FREE = "training-free"
 COLOURS = {
     LENGTHS: "#8c6d4f",
@@ -58,18 +60,7 @@ _TRAINED_AND_BOUNDS = {
     "head_fed": Family("best head, fed-time with scalars", HEADS, "fed"),
     "head_drawn": Family("best head, drawn-time", HEADS, "drawn"),
     "head_prefix": Family("best prefix head", HEADS, "prefix"),
-    "auto_fed": Family("auto, fed-time head", AUTO),
-    "auto_fed_online": Family("auto online, fed-time", AUTO),
-    "auto_drawn": Family("auto, drawn-time head", AUTO),
-    "auto_drawn_online": Family("auto online, drawn-time", AUTO),
-    "auto_drawn_learning": Family("auto online, head learning", AUTO),
-    "auto_prefix": Family("auto, prefix head", AUTO),
-    "auto_prefix_online": Family("auto online, prefix head", AUTO),
-    "auto_prefix_learning": Family("auto online, prefix, learning", AUTO),
-    "auto_confidence": Family("auto, DSpark's confidence", AUTO),
-    "auto_confidence_learning": Family("auto online, confidence learning", AUTO),
-    "auto_max_prob": Family("auto, largest probability (vLLM)", AUTO),
-    "auto_max_prob_learning": Family("auto online, largest probability learning", AUTO),
+    AUTO: Family("auto, with a head", AUTO),
     LENGTH_HEAD: Family("length head (AdaFlash)", ENGINES),
     "perfect_fed": Family("perfect head, fed-time", BOUND),
     PERFECT: Family("perfect head", BOUND),

@@ -15,9 +15,9 @@ from decode.policies.batch import BatchAuto
 from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
 from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
-from evaluation.competitor import head_in
+from evaluation.competitor import ONLINE, head_in, words_of
 from evaluation.contest import Replays, best_heads, fastest_on_dev
-from evaluation.families import BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
+from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.table import Table, say
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -25,6 +25,7 @@ from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
 from heads.measures.histogram import observe
 from heads.measures.scores import fit_logistic
+from heads.model.head import TIMING_LABELS
 from store.progress import Bar
 
 Row = dict[str, Any]
@@ -84,9 +85,9 @@ def contests_of(
                 setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
                 named = {"family": entry.family, "name": entry.name, "setting": setting}
                 reached.append((named, load.throughput(curves)))
-            for name, rule in rules_of(replays, setup, size).items():
+            for named, rule in rules_of(replays, setup, size):
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
-                reached.append(({"family": name, "name": name, "setting": ""}, load.throughput(rule.costs)))
+                reached.append((named, load.throughput(rule.costs)))
             base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
             for named, throughput in reached:
                 row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
@@ -94,32 +95,41 @@ def contests_of(
         yield setup, rows
 
 
-def rules_of(replays: Replays, setup: BatchTimes, size: int) -> dict[str, BatchAuto]:
+def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:
     """The batch's rule with a head of each timing, with the draft's own confidence where it has one, and with a perfect
-    head: lambda from dev, or learned online with the head.
+    head: lambda of dev, or learned online with the head. With each rule, what its row says of it.
 
     Of each timing there are two rivals: the head that is fastest for one sequence, and the fastest of the cheapest,
     since in a batch a head gains less.
     """
-    dev, times, heads, rules = replays.traces.dev, setup.times, dict[str, Sequence[Any]](), dict[str, BatchAuto]()
-    best = best_heads(fastest_on_dev(replays.arms, times))
-    for timing, head in best.items():
+    dev = replays.traces.dev
+    times = setup.times
+    heads: dict[str, Sequence[Any]] = {}
+    for timing, head in best_heads(fastest_on_dev(replays.arms, times)).items():
         arms = [arm for arm in replays.arms if arm.competitor.family in HEADS_OF[timing]]
         stops_s = [times.stop_s(arm.competitor.policy.stop_kind) for arm in arms]
         cheap = (arm for arm, stop_s in zip(arms, stops_s, strict=True) if stop_s <= min(stops_s))
-        heads[f"auto_{timing}"] = list(dict.fromkeys([head, best_heads(fastest_on_dev(cheap, times))[timing]]))
+        cheapest = best_heads(fastest_on_dev(cheap, times))[timing]
+        heads[f"{TIMING_LABELS[timing]} head"] = list(dict.fromkeys([head, cheapest]))
     if CONFIDENCE in dev.drafts:
-        heads["auto_confidence"] = [ScoreHead("confidence")]
+        heads["DSpark's confidence"] = [ScoreHead("confidence")]
     if dev.block_size is not None:
-        heads["auto_max_prob"] = [estimator_of(dev)]
+        heads["largest probability (vLLM)"] = [estimator_of(dev)]
+    for label, rivals in heads.items():
+        rule = _fastest_rule(rivals, dev, setup, size)
+        yield {"family": AUTO, "name": AUTO, "setting": f"{label}, {words_of(ONLINE, value=False)}"}, rule
+        if not rule.scores_late:
+            setting = f"{label}, {words_of(ONLINE, value=True)} with the head"
+            yield {"family": AUTO, "name": AUTO, "setting": setting}, replace(rule, throughput=None, is_learning=True)
     if any(arm.competitor.family == PERFECT for arm in replays.arms):
-        heads[PERFECT] = [ScoreHead("perfect", "drawn")]
-    for name, rivals in heads.items():
-        every = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in rivals]
-        rules[name] = max(every, key=lambda rule: rule.throughput or 0.0)
-        if not rules[name].scores_late and name != PERFECT:
-            rules[f"{name}_learning"] = replace(rules[name], throughput=None, is_learning=True)
-    return rules
+        rule = _fastest_rule([ScoreHead("perfect", "drawn")], dev, setup, size)
+        yield {"family": PERFECT, "name": PERFECT, "setting": ""}, rule
+
+
+def _fastest_rule(heads: Sequence[Any], dev: Trace, setup: BatchTimes, size: int) -> BatchAuto:
+    """The batch's rule with the one of these heads with which it is fastest on dev."""
+    rules = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in heads]
+    return max(rules, key=lambda rule: rule.throughput or 0.0)
 
 
 def estimator_of(trace: Trace) -> ScoreHead:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
 
-from evaluation.competitor import CALIBRATED, calibration_text
+from evaluation.competitor import values_of
 from evaluation.contest import Contest, Result, fastest
 from evaluation.families import (
     ALONE,
@@ -126,16 +126,6 @@ def title_of(contest: Contest) -> str:
     return f"{contest.dataset}: {contest.num_prompts} test prompts, settings chosen on dev; {contest.times.title}"
 
 
-def values_of(setting: Mapping[str, Any]) -> str:
-    """The values of a setting, without their names."""
-    if "slope" in setting:
-        return f"{setting['slope']:.3g} logit q(y) {setting['offset']:+.3g}, two numbers fitted on dev"
-    values = {key: f"{value:.3g}" if isinstance(value, float) else f"{value}" for key, value in setting.items()}
-    if CALIBRATED in setting:
-        values[CALIBRATED] = calibration_text(setting[CALIBRATED])
-    return ", ".join(values.values())
-
-
 def stages_of(contest: Contest) -> list[dict[str, Any]]:
     """Every stage of a contest in order, as rows of stages.csv whose gains are not flat yet; one that did not compete
     has no figures, and the first one adds nothing.
@@ -192,12 +182,7 @@ def stage_table(contest: Contest) -> Table:
     of_stages = [stage["family"] for stage in stages]
     settings = [f"{stage['stage']} {stage['setting']}" for stage in stages if stage["setting"]]
     slower = [stage["stage"] for stage in stages if "added" in stage and stage["added"].value < 0]
-    beside = [
-        f"{' at '.join(filter(None, (family(name).label, values_of(contest.results[name].setting))))}: "
-        f"{contest.gain(name).words}"
-        for name in deciding_families(contest)
-        if name not in of_stages
-    ]
+    beside = [_gain_line(contest, name) for name in deciding_families(contest) if name not in of_stages]
     notes = [
         f"{_PREDICTED}. gain: tokens/s over the best fixed length's{_interval_note(contest)}. tokens/s has the same "
         f"interval, times the best fixed length's. adds: over the row above. {_REDRAWN}. Bold: the best on dev of what "
@@ -208,6 +193,12 @@ def stage_table(contest: Contest) -> Table:
     ]
     marks = {number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family}
     return Table(title_of(contest), rows, ". ".join(notes), marks=marks)
+
+
+def _gain_line(contest: Contest, name: str) -> str:
+    """A family with the values of its setting, and its gain."""
+    parts = [family(name).label, values_of(contest.results[name].setting)]
+    return f"{' at '.join(filter(None, parts))}: {contest.gain(name).words}"
 
 
 def brief_table(contest: Contest) -> Table:

@@ -11,7 +11,7 @@ from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from decode.policies.registry import AUTO_TOKEN_PROB
-from evaluation.competitor import CALIBRATED, calibration_text, competes, competitors_with
+from evaluation.competitor import CALIBRATED, competes, competitors_with, words_of
 from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
@@ -176,7 +176,7 @@ def _fixed_length(contest: Contest) -> int:
 
 def _threshold_text(row: Record) -> str:
     value = f"{row['max_rejection_prob']:.4f}"
-    return value if row[CALIBRATED] else f"{value} {calibration_text(False)}"
+    return value if row[CALIBRATED] else f"{value} {words_of(CALIBRATED, value=False)}"
 
 
 def _range_text(within_noise: Range | None) -> str:

@@ -14,14 +14,13 @@ from typing import Any
 from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
 from evaluation.clock import Report
-from evaluation.competitor import Arm
+from evaluation.competitor import Arm, values_of
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
 from evaluation.gain import MIN_PROMPTS, Splits, prompts_needed, prompts_text
 from evaluation.played import joined
 from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
 from evaluation.report.stale import COSTS_AGAIN, by_the_clock, clocked_speed_up, contradiction
-from evaluation.report.tables import values_of
 from evaluation.table import say
 from evaluation.times import Times
 from evaluation.traces.trace import join_traces

@@ -5,18 +5,24 @@ from dataclasses import replace
 
 import pytest
 
+from decode.policies import HeadPolicy
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.command import bench
 from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows
+from evaluation.competitor import competitors_of
+from evaluation.contest import hold, replay_dataset
 from evaluation.families import ALONE
 from evaluation.flag_types import RaceRules
+from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.head import Provenance
+from lm import Sampling
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
+from tests.toys.small_pair import trace
 
 TIMES = Times.constant(0.001, 0.005)
 ASKED = {"policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"), "constants": (2,)}
@@ -57,16 +63,35 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
     head = AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known))
     head.save_pretrained(tmp_path / "heads" / "exported" / "linear")
-    race = race_of(config, "head_drawn", "auto_drawn")
+    race = race_of(config, "head_drawn", "auto")
     for name, foreign in (("greedy", True), ("sampled", False)):
         best_arms = race.best_arms("stories", name)
-        assert list(best_arms) == ["fixed_length", "head_drawn", "auto_drawn"]
+        assert list(best_arms) == ["fixed_length", "head_drawn", "auto"]
         arms = race._arms("stories", name)
         of_other_sampling = [arms[family].of_other_sampling for family in best_arms]
         assert of_other_sampling == [False, foreign, foreign]
         assert best_arms["fixed_length"].policy.k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         race_of(config, "oracle").best_arms("stories", "own")
+
+
+def test_on_a_transfer_set_the_rule_has_the_head_of_the_first_dataset(config):
+    """Also where another timing's head is the best of the transfer set's own dev prompts."""
+    splits = Splits(*(trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2)))
+    heads = {timing: AcceptanceHead(16, 0, timing, scalars=True).eval() for timing in ("drawn", "prefix")}
+    competitors = competitors_of({"head": {"max_rejection_prob": [0.5]}}, heads, max_draft_length=5)
+    replays = replay_dataset(splits, competitors, perfect_head=False, name="")
+    stop_of = {head.timing: HeadPolicy(head).stop_kind for head in heads.values()}
+    results = {}
+    for dataset, slow, timing in (("stories", "prefix", "drawn"), ("travel", "drawn", "prefix")):
+        times = replace(TIMES, t_stop_s={stop_of[slow]: 1.0})
+        results[dataset] = hold(replays, times).results
+        assert results[dataset]["auto"].competitor.head == timing
+    race = race_of(config, "auto", "token_prob")
+    race._on_dev = lambda _, dataset: results[dataset]
+    best_arms = race.best_arms("travel", "own")
+    assert best_arms["auto"] is results["stories"]["auto"]
+    assert best_arms["token_prob"] is results["travel"]["token_prob"]
 
 
 def test_a_race_records_dev_alone_under_its_sampling_and_an_evaluation_the_rest(config):

@@ -23,7 +23,7 @@ def stored_cell(*arms, dataset="stories", sampling="greedy"):
 OURS = [arm(ALONE, 4.0, 6.0), arm("fixed_length", 2.0, 3.0), arm("entropy", 1.0, 3.0), arm("max_prob", 2.5, 3.5)]
 THEIRS = [arm(DEFAULT, 2.2, 3.1), arm(HEURISTIC, 2.0, 4.0), arm(CONSTANT, 5.0, 5.0)]
 CELL = stored_cell(*OURS, *THEIRS)
-HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto_drawn")]
+HEADS = [arm(family, 1.0, 1.0) for family in ("head", "head_drawn", "auto")]
 
 
 def test_a_gain_is_that_of_totals_over_the_fastest_rival_of_its_kind_and_its_interval_is_paired():
@@ -61,7 +61,7 @@ def test_the_verdict_names_what_dev_chose(cell, part):
 
 def test_a_cell_has_a_row_per_arm_and_a_column_per_rival():
     table = cell_table(cell_of(stored_cell(*OURS, *THEIRS, *HEADS)))
-    assert [row["policy"] for row in table.rows][-2:] == ["best head, drawn-time", "auto, drawn-time head"]
+    assert [row["policy"] for row in table.rows][-2:] == ["best head, drawn-time", "auto, with a head"]
     assert [row["over best training-free"] for row in table.rows][-2:] == ["+100.0 +100.0"] * 2
     headings = cell_table(cell_of(stored_cell(*OURS, *HEADS))).columns
     assert headings[-2:] == ["over best fixed length", "over best training-free"]

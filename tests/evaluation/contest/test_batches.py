@@ -12,6 +12,7 @@ from evaluation.batches.curves import BatchTimes, setups_of
 from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Replays, replay_arms
+from evaluation.families import AUTO
 from evaluation.flag_types import sizes_of
 from evaluation.gain import Splits
 from evaluation.report import batches
@@ -84,13 +85,15 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
     grid = {"head": {"max_rejection_prob": [0.5]}}
     _, *competitors = competitors_of(grid, heads, max_draft_length=5, policies=("head",))
     arms = [*replays.arms, *replay_arms(competitors, replays.traces)]
-    rows = {row["family"]: row for row in rows_at(replace(replays, arms=arms), setup, [3])}
-    assert list(rows)[-4:] == ["head_drawn", "auto_drawn", "auto_drawn_learning", "perfect_drawn"]
+    rows = {(row["family"], row["setting"]): row for row in rows_at(replace(replays, arms=arms), setup, [3])}
+    of_dev = AUTO, "drawn-time head, lambda of dev"
+    learning = AUTO, "drawn-time head, lambda learned online with the head"
+    assert list(rows)[-3:] == [of_dev, learning, ("perfect_drawn", "")]
     dev, test = replays.traces
     rules = [batch_auto_for(head, dev, setup.curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
     rule = max(rules, key=lambda each: each.throughput)
     load = step_through(test, rule, queue_of(len(test.rows), 3), 3)
-    assert rows["auto_drawn"]["tokens_per_s"] == pytest.approx(load.throughput(rule.costs).tokens_per_s)
+    assert rows[of_dev]["tokens_per_s"] == pytest.approx(load.throughput(rule.costs).tokens_per_s)
 
 
 def test_measured_and_recorded_times_of_verification_are_taken_as_they_are():

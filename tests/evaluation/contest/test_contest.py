@@ -11,6 +11,7 @@ from decode.policies.registry import LOGISTIC, POLICIES
 from decode.policies.scores import ScoreHead
 from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
+from evaluation.families import AUTO, family
 from evaluation.gain import Gain
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.replay import replay_settings
@@ -98,7 +99,9 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_
         assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
 
 
-def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix_head_pays_a_forward_more(splits):
+def test_the_rule_has_the_head_and_the_form_that_dev_chooses_and_a_prefix_head_pays_a_forward_more(
+    splits,
+):
     torch.manual_seed(0)
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
     own = {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}
@@ -106,8 +109,13 @@ def test_the_rule_has_two_rows_with_the_head_that_is_fastest_on_dev_and_a_prefix
     replays = replay_dataset(splits, grids, perfect_head=False, name="")
     arms = {arm.competitor.name: arm for arm in replays.arms if arm.competitor.name.startswith("head:")}
     timing = max(arms, key=lambda name: COST.tokens_per_s(arms[name].dev).max()).removeprefix("head:")
-    names = [name for name in hold(replays, COST).results if name.startswith("auto")]
-    assert names == [f"auto_{timing}", f"auto_{timing}_online"]
+    [name] = [name for name in hold(replays, COST).results if family(name).kind == AUTO]
+    [forms] = replays.autos(heads[timing], [COST])
+    auto = hold(replays, COST).results[name]
+    fastest = max(forms, key=lambda arm: COST.tokens_per_s(arm.dev)[0])
+    assert auto.tokens_per_s == COST.tokens_per_s(fastest.test)[0]
+    assert auto.label == f"{timing}: {'lambda learned online' if auto.setting['is_online'] else 'lambda of dev'}"
+    assert auto.policy == fastest.competitor.policy
     counts = arms["head:prefix"].test.counts
     assert (counts.num_draft_forwards - counts.num_drafted).max() > 0, "for the token that it does without"
 

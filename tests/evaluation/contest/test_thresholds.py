@@ -11,12 +11,11 @@ from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairC
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from decode.policies.registry import LOGISTIC, parse_policy, registered
-from evaluation.competitor import competitors_of, label_of
+from evaluation.competitor import competitors_of, label_of, values_of
 from evaluation.contest import Contest, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
 from evaluation.gain import MIN_PROMPTS, Splits
 from evaluation.report.conclusion import conclude, near_best
 from evaluation.report.plots import threshold_figures, thresholds
-from evaluation.report.tables import values_of
 from evaluation.report.verdict import record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings

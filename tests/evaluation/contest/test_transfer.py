@@ -38,7 +38,7 @@ def source(sets) -> Contest:
 def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(sets, source):
     target = hold(sets[1], TIMES, dataset="target")
     results = transferred(source, target, sets[1])
-    assert {"head_drawn", "auto_drawn_online", *FAMILIES} <= set(results)
+    assert {"head_drawn", "auto", *FAMILIES} <= set(results)
     assert not {"oracle", "perfect_drawn"} & set(results)
     records = {record["family"]: record for record in transfer_records(results, source, target)}
     tests = {arm.competitor.family: arm.test for arm in sets[1].arms}

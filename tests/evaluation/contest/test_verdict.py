@@ -22,6 +22,7 @@ from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.competitor import Arm, Competitor, competitors_of
 from evaluation.contest import fastest_on_dev, hold
 from evaluation.families import (
+    AUTO,
     BASELINE,
     COLOURS,
     CUSTOM,
@@ -95,7 +96,7 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
     assert len(set(COLOURS.values())) <= 8
     styles = styles_of(names := [*families(), "mine", "yours"])
     assert all(styles[name][0] == COLOURS[family(name).kind] for name in names)
-    deciding = [BASELINE, PRODUCT, "entropy", "head_specdec", "head_drawn", "auto_drawn", "oracle"]
+    deciding = [BASELINE, PRODUCT, "entropy", "head_specdec", "head_drawn", AUTO, "oracle"]
     assert len({colour for colour, _ in styles_of(deciding).values()}) == len(deciding)
     assert len(set(styles_of(["token_prob", PRODUCT, "max_prob", "mine", "yours"]).values())) == 5
     assert (family("mine").kind, family("mine").label) == (CUSTOM, "mine")
@@ -103,7 +104,7 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
     assert [name for name in families() if GROUPS["heads"](name)] == heads
     free = {entry.family for entry in competitors_of({}, {}, max_draft_length=5)}
     assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free | {AUTO_TOKEN_PROB}
-    assert [family(name).needs_training for name in (*heads, "auto_fed", "entropy")] == [True] * 5 + [False]
+    assert [family(name).needs_training for name in (*heads, AUTO, "entropy")] == [True] * 5 + [False]
 
 
 def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, contest):

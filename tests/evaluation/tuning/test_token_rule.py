@@ -9,11 +9,10 @@ from scipy.special import expit
 from decode.policies.auto import Auto, AutoTokenProb
 from decode.policies.batch import batched
 from decode.policies.registry import AUTO_TOKEN_PROB, parse_policy
-from evaluation.competitor import competitors_of, label_of
+from evaluation.competitor import competitors_of, label_of, values_of
 from evaluation.contest import Replays, hold, replay_arms
 from evaluation.families import BASELINE, TRAINING_FREE, family
 from evaluation.gain import Splits
-from evaluation.report.tables import values_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import token_rules_for
