@@ -11,6 +11,7 @@ import torch
 
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
+from decode.policies.base import Head
 from decode.policies.batch import BatchAuto
 from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
@@ -104,7 +105,7 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[d
     """
     dev = replays.traces.dev
     times = setup.times
-    heads: dict[str, Sequence[Any]] = {}
+    heads: dict[str, Sequence[Head]] = {}
     for timing, head in best_heads(fastest_on_dev(replays.arms, times)).items():
         arms = [arm for arm in replays.arms if arm.competitor.family in HEADS_OF[timing]]
         stops_s = [times.stop_s(arm.competitor.policy.stop_kind) for arm in arms]
@@ -126,7 +127,7 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[d
         yield {"family": PERFECT, "name": PERFECT, "setting": ""}, rule
 
 
-def _fastest_rule(heads: Sequence[Any], dev: Trace, setup: BatchTimes, size: int) -> BatchAuto:
+def _fastest_rule(heads: Sequence[Head], dev: Trace, setup: BatchTimes, size: int) -> BatchAuto:
     """The batch's rule with the one of these heads with which it is fastest on dev."""
     rules = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in heads]
     return max(rules, key=lambda rule: rule.throughput or 0.0)
