@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from configs.flag_types import RaceRules, Sizes, sizes_of
 from configs.load import accepts_yaml
 from configs.schema import Config
 from data_gen.store.manifest import git_commit
@@ -20,7 +21,6 @@ from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race, RaceTerms
 from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, verdict_of
 from evaluation.costs.measure import Loop
-from evaluation.flag_types import RaceRules, Sizes, sizes_of
 from evaluation.table import announce, printing, say
 
 _WIDTH = 240

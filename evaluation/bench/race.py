@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from configs.flag_types import RaceRules
 from configs.schema import Config, ModelSource, SamplingConfig
 from data_gen.store.manifest import describe_model, digest
 from decode.experiment import Experiment
@@ -32,7 +33,6 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, BOUNDS
 from evaluation.families import family as family_named
-from evaluation.flag_types import RaceRules
 from evaluation.gain import Splits
 from evaluation.keys import class_key, head_key, machine_key, models_key, policy_key, prompts_key
 from evaluation.times import Times

@@ -12,11 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from configs.flag_types import EngineName, Milliseconds, Sizes, sizes_of
 from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.batches.curves import BatchTimes
-from evaluation.flag_types import EngineName, Milliseconds, Sizes, sizes_of
 from evaluation.flags.answer import Answer, Traces
 from evaluation.flags.counters import read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configs.flag_types import EngineName
 from decode.policies.base import Number, Policy
 from decode.policies.engines import LlamaCpp
 from decode.policies.registry import COARSE, lengths_within, registered
 from evaluation.competitor import Competitor, make_competitor
-from evaluation.flag_types import EngineName
 from evaluation.played import Played
 from lm import Sampling
 

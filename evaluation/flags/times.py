@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
+from configs.flag_types import Milliseconds
 from configs.paths import local_path
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
@@ -27,7 +28,6 @@ from evaluation.bench.arms import Timed, assisted, constant, warm_up
 from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
 from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
-from evaluation.flag_types import Milliseconds
 from evaluation.regression import least_absolute
 from evaluation.times import TimeErrors, Times, curve_of
 from evaluation.turns import in_turns, turns_within

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from configs.flag_types import Sizes, sizes_of
 from configs.load import accepts_yaml
 from configs.paths import check_local
 from configs.schema import Config
@@ -21,7 +22,6 @@ from evaluation.competitor import Arm, competes, competitors_with, make_competit
 from evaluation.contest import Contest, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import LENGTH_HEAD
-from evaluation.flag_types import Sizes, sizes_of
 from evaluation.keys import made
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import Verdict, conclude

@@ -18,13 +18,13 @@ from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
 from configs.command import SECTIONS, config_of, parser_for, run
+from configs.flag_types import RaceRules
 from configs.front import COMMANDS as FRONT_COMMANDS
 from configs.front import all_steps, command_of, main
 from configs.hints import NothingToExportError
 from configs.schema import ModelSource, PairConfig
 from configs.screens import options_of, screen_of, settings_of
 from configs.shipped import NAMES
-from evaluation.flag_types import RaceRules
 
 ROOT = Path(__file__, "../../..").resolve()
 

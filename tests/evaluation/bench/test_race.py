@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from configs.flag_types import RaceRules
 from decode.policies import HeadPolicy
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
@@ -13,7 +14,6 @@ from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows
 from evaluation.competitor import competitors_of
 from evaluation.contest import hold, replay_dataset
 from evaluation.families import ALONE
-from evaluation.flag_types import RaceRules
 from evaluation.gain import Splits
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder

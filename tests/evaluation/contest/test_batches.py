@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.flag_types import sizes_of
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.scores import ScoreHead
@@ -13,7 +14,6 @@ from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Replays, replay_arms
 from evaluation.families import AUTO
-from evaluation.flag_types import sizes_of
 from evaluation.gain import Splits
 from evaluation.report import batches
 from evaluation.report.batches import contests_of, in_batches

@@ -1,4 +1,4 @@
-"""Types of the commands' flags, which are read before anything heavy is imported (`configs.screens`)."""
+"""Types of flags of the commands (`configs.commands`)."""
 
 from dataclasses import dataclass
 from typing import Literal
