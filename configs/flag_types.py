@@ -1,4 +1,4 @@
-"""Types of flags of the commands (`configs.commands`)."""
+"""Types of flags of the commands (`configs.making`)."""
 
 from dataclasses import dataclass
 from typing import Literal

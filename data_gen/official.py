@@ -50,13 +50,7 @@ Row = tuple[Exchange, dict[str, Tensor]]
 
 @accepts_yaml
 def import_(config: Config, *, file: str, split: str = "train") -> None:
-    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then
-    train.
-
-    Args:
-        file: the JSON, such as data/alpaca_data/train.json of the official code.
-        split: train, dev or test. Training needs train and dev, and test unless data.num_test is 0.
-    """
+    """Run `acceptance-heads import-data`; `configs.making` documents its flags."""
     pair, data, path = config.pair, config.data, local_path(file, "--file")
     if split not in SPLITS:
         raise ValueError(f"--split is {split!r}; it must be one of {', '.join(SPLITS)}")

@@ -60,12 +60,7 @@ _LABELS = {
 
 @accepts_yaml
 def stats(config: Config, *, split: str = "train", plots: bool = True) -> dict[str, Any]:
-    """Print a summary of one split, and draw SVIP's plots of it.
-
-    Args:
-        split: train, dev or test.
-        plots: also draw DIR/stats/SPLIT.png.
-    """
+    """Run `acceptance-heads stats`; `configs.making` documents its flags."""
     manifest = read_manifest(config.data.dir, keys=("sampling",))
     paths = list_shards(config.data.dir, split)
     rows = _rows(paths)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # acceptance-heads may not be installed where the site is built
 
 from configs.command import SECTIONS
-from configs.front import COMMANDS, TRAINING, command_of
+from configs.front import COMMANDS, TRAINING
 from configs.screens import Option, options_of, settings_of, summary_of, usage_of
 
 ROOMS = ("decode", "heads", "data_gen", "configs")
@@ -61,8 +61,7 @@ def commands() -> str:
     """Every command with its flags, in the order of use."""
     about = "Every command has `--help`. A command with `--config` also takes every [setting](settings.md) as a flag."
     lines = ["# Commands", "", about, ""]
-    for name, (_, *settings) in COMMANDS.items():
-        command = command_of(name)
+    for name, (command, settings) in COMMANDS.items():
         lines += [f"## {name}", "", summary_of(command), ""]
         lines += ["```text", usage_of(name, command), "```", ""]
         if shown := [setting for setting in settings if not setting.startswith("trainer.")]:

@@ -52,22 +52,7 @@ def export(
     force: bool = False,
     format: Literal["head", "dspark", "sts"] = "head",
 ) -> list[Path]:
-    """Write the heads of a checkpoint, a DSpark draft with a head in it, or its temperatures.
-
-    Args:
-        config: the experiment; heads.dir holds the checkpoint.
-        head: name of one head, `best` (by the metric on dev, one for each kind of inputs) or `all`.
-        metric: metric that selects `best`: calibrated_kl, raw_kl, auroc, calibrated_brier, …
-        out: output folder, or file of format sts; null: exported, dspark or sts.json in heads.dir.
-        checkpoint: a Lightning checkpoint; null: heads.dir/last.ckpt.
-        force: also export heads that do not beat a logistic of logit q(y) (prefix heads: of logit max q) on dev.
-        format: head: one directory per head. dspark: a copy of pair.draft with a linear prefix head as its confidence
-            head. sts: temperatures fitted on dev, for SGLang's --speculative-dspark-confidence-sts-path.
-
-    Raises:
-        FileNotFoundError: no checkpoint.
-        ValueError: a checkpoint of another run, no such head or metric, heads worse than their signal, or not linear.
-    """
+    """Run `acceptance-heads export`; `configs.making` documents its flags."""
     run = RunDirectory(Path(config.heads.dir))
     name = {"head": "exported", "dspark": "dspark", "sts": "sts.json"}[format]
     root = local_path(out, "--out") if out else run.path / name
@@ -198,16 +183,7 @@ def import_(
     accept_weight: float = 1.0,
     mixing_ratio: float | None = 0.15,
 ) -> Path:
-    """Convert a released SpecDec++ head or a DSpark draft's confidence head to the format of `export`.
-
-    Args:
-        config: the experiment; its pair names the head's draft and target, and the Sampling to use the head with.
-        source: a directory with config.json and model.safetensors, or a hub id; or a DSpark draft for pair.target.
-        out: output directory of the head.
-        reject_weight: reject weight that the head was trained with; for a SpecDec++ head only.
-        accept_weight: accept weight that the head was trained with.
-        mixing_ratio: mixing ratio of the training data.
-    """
+    """Run `acceptance-heads import`; `configs.making` documents its flags."""
     out_path, pair = local_path(out, "--out"), config.pair
     of_source = replace(pair, draft=replace(pair.draft, path=source))
     is_dspark = released_layout_of(of_source.draft) == "dspark"
@@ -239,18 +215,7 @@ def import_(
 
 
 def push(*, path: str, repo: str, private: bool = False, license: str | None = None) -> str:
-    """Upload an exported head and its model card to the hub.
-
-    Args:
-        path: directory of the head.
-        repo: owner/name of the repository; created if it does not exist.
-        private: create a new repository as private.
-        license: identifier of the head's license, such as apache-2.0; null: that of config.json, else of the draft's
-            model card.
-
-    Raises:
-        ValueError: the hub cannot be reached, or refuses the upload.
-    """
+    """Run `acceptance-heads push`; `configs.making` documents its flags."""
     directory = local_path(path, "--path")
     head = AcceptanceHead.from_pretrained(directory)
     stated = license or head.provenance.license or license_of(head.provenance.draft, may_download=True)
@@ -268,12 +233,7 @@ def push(*, path: str, repo: str, private: bool = False, license: str | None = N
 
 
 def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
-    """Print a head's shape, metrics, recommended threshold and training data.
-
-    Args:
-        path: directory of the head, or its hub id.
-        json: print every fact, with hashes and tensor shapes, as one JSON document instead.
-    """
+    """Run `acceptance-heads inspect`; `configs.making` documents its flags."""
     head = AcceptanceHead.from_pretrained(path)
     facts = head.config | {"num_parameters": head.num_parameters, "calibration_shift": head.calibration_shift}
     facts["tensors"] = {name: list(tensor.shape) for name, tensor in head.state_dict().items()}

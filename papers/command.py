@@ -29,17 +29,7 @@ def paper_tables(
     repeats: int = 3,
     json: bool = False,
 ) -> None:
-    """Print a paper's tables for this pair.
-
-    Args:
-        config: the experiment.
-        paper: specdec++, svip, svip-trees, or hsddw (which decodes with three models).
-        stops: for svip-trees, policies such as entropy or head:PATH. What a spec leaves open is chosen on dev; one with
-            its threshold, as entropy:max_sqrt_entropy=0.5 or head:PATH,max_rejection_prob=0.7, is taken as it is.
-        eagle: for hsddw, the directory of an EAGLE draft for the pair's target, a row of Table 1.
-        repeats: for svip-trees and hsddw, how often every drafter decodes a test prompt; the median counts.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads tables`; `configs.measuring` documents its flags."""
     check_local(eagle, "--eagle", may_be_on_hub=True)
     if repeats < 1:
         raise ValueError(f"--repeats is {repeats}; each test prompt is decoded at least once")

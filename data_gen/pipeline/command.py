@@ -57,15 +57,7 @@ def make(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> None:
-    """Make or resume the data: rows, features, manifest, errors.jsonl.
-
-    Args:
-        config: the experiment.
-        retry_errors: try the prompts that ended in an error again; shards without errors stay as they are.
-        stages: with data.mode sequential, run only this stage, which needs one model.
-        rank: this process makes shards rank, rank + world_size, …; by default taken from torchrun or srun.
-        world_size: number of processes that make the data together.
-    """
+    """Run `acceptance-heads data`; `configs.making` documents its flags."""
     if sliced_models(config.pair) and rank is None and world_size is None:
         rank, world_size = 0, 1  # torchrun's variables count slices
     share = share_of(rank, world_size)

@@ -25,7 +25,7 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
 @accepts_yaml
 def check(config: Config) -> None:
-    """Compare every shard in data.dir with its checksum and list those that are damaged; nothing is changed."""
+    """Run `acceptance-heads check`; `configs.making` documents its flags."""
     directory = Path(config.data.dir)
     missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
     problems = dict(broken_shards(paths))
@@ -58,15 +58,7 @@ def absent(directory: Path, manifest: Mapping[str, Any]) -> list[Path]:
 
 @accepts_yaml
 def responses(config: Config, *, out: str) -> None:
-    """Write the responses in data.dir as JSONL for `data.source: file`; an existing file is extended.
-
-    Args:
-        config: the experiment that made the rows.
-        out: the path of the JSONL file.
-
-    Raises:
-        ValueError: `out` holds another response to a row's prompt, or a shard is damaged.
-    """
+    """Run `acceptance-heads responses`; `configs.making` documents its flags."""
     path = local_path(out, "--out")
     written: dict[tuple[str, int], int] = {}
     num_added = 0

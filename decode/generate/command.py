@@ -36,20 +36,7 @@ def generate(
     rejected: bool = True,
     svg: str | None = None,
 ) -> None:
-    """Generate from one prompt, with accepted, rejected, residual and bonus tokens in colour.
-
-    Args:
-        config: the experiment; `data.template` wraps the prompt, `decode.seed` seeds the draws.
-        prompt: the user's message.
-        policy: when to stop drafting: a name (a wrong one prints them all), auto, head:PATH or a custom module:Class,
-            with parameters: entropy:max_sqrt_entropy=0.4. null: the verdict of evaluate or tune
-            (decode.dir/verdict.json), else the best head of heads.dir, else cumulative_token_prob.
-        tree: draft trees of EAGLE-2 or CaPE; policies then count levels. null: chains.
-        max_new_tokens: null: decode.max_new_tokens.
-        json: print one JSON document with every round instead of the coloured text.
-        rejected: show rejected drafts too.
-        svg: also write the coloured text to this file as a picture.
-    """
+    """Run `acceptance-heads generate`; `configs.making` documents its flags."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens is {max_new_tokens}; it must be at least 1")
     picture_path = None if svg is None else local_path(svg, "--svg")

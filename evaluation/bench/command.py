@@ -41,22 +41,7 @@ def bench(
     num_tokens: int = 64,
     json: bool = False,
 ) -> dict[str, Any]:
-    """Time real generations, in turns with transformers' assisted generation.
-
-    Args:
-        config: the experiment: pair, heads and times.
-        batch: sizes of continuous batches in which `lengths` and `policies` are measured; null: one sequence.
-        samplings: any of greedy, sampled (temperature 1), nucleus (0.7, top-p 0.9), own (the config's).
-        policies: specs that run instead of each family's best, such as head:PATH,max_rejection_prob=0.4; at least one
-            is a fixed length.
-        families: the families that run beside the best fixed length; empty: all.
-        constants: lengths of transformers' constant schedule; empty: our best fixed one and half of it.
-        race: --race.datasets, .run, .ignore_eos, .assistant (see --help.all).
-        lengths: for `batch`, the fixed draft lengths.
-        num_prompts: generations per arm.
-        num_tokens: tokens per generation; EOS is ignored unless `race.ignore_eos` is false.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads bench`; `configs.measuring` documents its flags."""
     sizes, counts = sizes_of(batch), {"num_prompts": num_prompts, "num_tokens": num_tokens}
     for name, value in counts.items():
         if value < 1:

@@ -78,21 +78,7 @@ def init(
     allow_large_draft: bool = False,
     force: bool = False,
 ) -> Path:
-    """Write the YAML of a new experiment, with its estimated time and size in comments.
-
-    Args:
-        target: the large model, a directory or a hub id.
-        draft: the small model, with the same tokenizer.
-        prompts: a file (JSONL, JSON, CSV, TSV, Parquet), a known set, or org/name on the hub; 10 different prompts.
-        column: the field that holds the prompt, if its name is not recognised.
-        temperature: of the sampling that heads are trained for; 0 is greedy. null, as for top_p and top_k: as in the
-            target's generation_config.json, else 1.
-        top_p: nucleus of the sampling; 1: all tokens.
-        top_k: sample from the k most probable tokens; 0: from all.
-        out: output file; data and heads go into folders of its name.
-        allow_large_draft: accept a draft that is not smaller than the target.
-        force: replace an existing file.
-    """
+    """Run `acceptance-heads init`; `configs.making` documents its flags."""
     path = local_path(out, "--out")
     if path.exists() and not force:
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
@@ -222,12 +208,7 @@ def _quoted(text: str) -> str:
 
 @accepts_yaml
 def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
-    """Estimate rows, tokens, forward passes, disk space and time of a run before running it.
-
-    Args:
-        config: the experiment.
-        sample: number of prompts to make and time, at most half a minute; 0 loads no model.
-    """
+    """Run `acceptance-heads plan`; `configs.making` documents its flags."""
     num_weights = head_weights(config)
     totals = plan_data(config, sample=sample, head_weights=num_weights)
     print(f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")

@@ -43,13 +43,7 @@ _MEASURED = ("t_draft_s", "t_target_s", "origin", "errors")
 
 @accepts_yaml
 def costs(config: Config, *, again: bool = False, json: bool = False) -> None:
-    """Measure forward times on this machine, and what each kind of stop adds.
-
-    Args:
-        config: the experiment; decode.t_draft_s and decode.t_target_s are ignored.
-        again: measure once more, and replace the times in DIR/costs.jsonl that evaluations use.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads costs`; `configs.measuring` documents its flags."""
     experiment = Experiment(config)
     times = times_of(experiment, policies_by_kind(experiment.heads.values()), again=again)
     step_s = times["t_draft_s"]

@@ -48,23 +48,7 @@ def flags(
     block: bool = False,
     json: bool = False,
 ) -> None:
-    """Find an engine's best settings by replaying its rule on a trace, and print the line to paste.
-
-    Args:
-        config: the experiment; its trace is recorded first if it does not exist.
-        for_: the engine (--for).
-        t_draft_ms: milliseconds of a draft forward in that engine, with t_target_ms, instead of measured times; or by
-            sequences in a batch, 1:4,8:5.
-        t_target_ms: milliseconds of a target forward of one token (what a token takes without speculation); or by
-            tokens that it verifies, 1:30,5:33,17:50.
-        log: instead of the times, logs of a llama.cpp server with this draft at -lv 4 and without one (more improve the
-            fit): spec.log,alone.log.
-        batch: sizes of batches to choose a number of tokens for as well, for engines with one per size: 1,4,16.
-        from_: the engine's own counters of accepted tokens by position, instead of a trace, for any kind of draft
-            (written --from): files, or the shares themselves, 0.84,0.60,0.39.
-        block: with --from, a draft is one forward however many tokens it has (DFlash, DSpark, P-EAGLE).
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads flags`; `configs.measuring` documents its flags."""
     engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch) or ()
     if sizes and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)

@@ -59,19 +59,7 @@ def evaluate(
     all: bool = False,
     json: bool = False,
 ) -> None:
-    """Replay every policy and threshold on the trace (recorded first, if need be); table, CSV, Parquet, report.
-
-    Args:
-        config: of the experiment.
-        batch: also replay every policy in continuous batches of these sizes: 1,4,16,64.
-        clock: number of test prompts to generate for real and time, next to the prediction; every family runs at its
-            best setting, in turns; 0: none.
-        repeats: number of timed generations per prompt; the median counts.
-        transfer_from: decode.dir of an evaluation under another sampling; the settings chosen on its first dataset are
-            also judged on every dataset of this one.
-        all: also print one row per policy.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads evaluate`; `configs.measuring` documents its flags."""
     check_local(transfer_from, "--transfer_from")
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     sizes = sizes_of(batch)

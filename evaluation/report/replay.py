@@ -42,15 +42,7 @@ _COLUMNS = {
 
 @accepts_yaml
 def replay_policy(config: Config, *, policy: str, ratio: float | None = None, json: bool = False) -> None:
-    """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
-
-    Args:
-        config: of the experiment whose trace is replayed (`python -m evaluation trace` records it).
-        policy: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure, with parameters:
-            entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2.
-        ratio: t_target / t_draft of other hardware; null: the given or kept times, else the first of decode.ratios.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads replay`; `configs.measuring` documents its flags."""
     experiment = Experiment(config)
     directory = experiment.directory / "trace"
     if (directory / "manifest.json").is_file():  # a missing trace is refused after what is wrong with the policy

@@ -37,16 +37,7 @@ _NUM_BRIEF = 3
 def tune(
     config: Config, *, write: bool | None = None, ratio: float | None = None, all: bool = False, json: bool = False
 ) -> None:
-    """Choose each head's threshold for this hardware by replay; write it into the head's config.json.
-
-    Args:
-        config: the experiment.
-        write: put `recommended` into every head's config.json, and the verdict into decode.dir and the model
-            cards; null: yes, unless a `ratio` is given, whose hardware is not this machine.
-        ratio: t_target / t_draft of other hardware, instead of the measured times.
-        all: print a row for every head, not only for the fastest on dev.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads tune`; `configs.measuring` documents its flags."""
     if write is None:
         write = ratio is None
     experiment = Experiment(config)

@@ -267,7 +267,7 @@ def record_trace(
 
 @accepts_yaml
 def trace(config: Config) -> None:
-    """Record, or resume recording, the trace that evaluate, tune, replay and tables read."""
+    """Run `acceptance-heads trace`; `configs.measuring` documents its flags."""
     folder = trace_folder(Experiment(config))
     folder.complete()
     for dataset in folder.experiment.datasets:

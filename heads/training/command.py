@@ -48,12 +48,7 @@ _CPU = torch.device("cpu")
 
 
 def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, Any]:
-    """Train every head of a config, measure them on dev and test, and write tables, plots and metrics.
-
-    Args:
-        config: the experiment, or the path of its YAML; the run is written to heads.dir.
-        resume: continue from the last checkpoint in heads.dir, if there is one of the same config; false: start over.
-    """
+    """Run `acceptance-heads train`; `configs.making` documents its flags."""
     quiet()
     config = settled(load_config(config, trainer=pl.Trainer))
     directory = RunDirectory(Path(config.heads.dir))

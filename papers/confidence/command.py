@@ -78,17 +78,7 @@ class Drafts(NamedTuple):
 
 @accepts_yaml
 def judge(config: Config, *, json: bool = False) -> None:
-    """Measure the calibration of a DSpark draft's confidence head on your prompts.
-
-    Args:
-        config: of the experiment, whose pair.draft is a DSpark draft and whose data exists. Prefix heads of
-            decode.heads, or of heads.dir/exported, are measured too.
-        json: print everything as one JSON document on stdout; tables then go to stderr.
-
-    Raises:
-        FileNotFoundError: no data.
-        ValueError: no draft with a confidence head, or no test prompts.
-    """
+    """Run `acceptance-heads judge`; `configs.measuring` documents its flags."""
     data, draft = confidence_data(config)
     if not config.data.num_test:
         raise ValueError("data.num_test is 0, but judge needs a test split; set it and run `acceptance-heads data`")

@@ -38,14 +38,7 @@ def hierarchy(
     max_rejection_prob: float = 0.5,
     json: bool = False,
 ) -> None:
-    """Compare HSDDW's and Chen's variants with plain speculation: where does a third level pay?
-
-    Args:
-        config: pair.micro is needed; decode.num_dev and num_test say how many prompts.
-        level_heads: exported heads for two further competitors: one trained on (micro, draft), one on (draft, target).
-        max_rejection_prob: threshold of both heads, on their calibrated probabilities.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads hierarchy`; `configs.measuring` documents its flags."""
     experiment = Experiment(config, needs_micro=True)
     heads = {
         path: experiment.load_head(path, drafting=low, verifying=high)

@@ -38,14 +38,7 @@ def theory(
     costs: tuple[float, float] = (0.02, 0.2),
     json: bool = False,
 ) -> None:
-    """Print the closed forms at these rates and costs; write them as CSV, and Chen's Figure 1.
-
-    Args:
-        config: decode.dir is where tables and plot go.
-        rates: acceptance rates of small under target, of medium (draft) under target, of small (micro) under draft.
-        costs: one forward of the small and of the medium model, in target forwards.
-        json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
-    """
+    """Run `acceptance-heads theory`; `configs.measuring` documents its flags."""
     rows, best = list(rows_of(rates, costs)), best_settings(rates, costs)
     bounds = {"Pinsker": forms.pinsker, "Bretagnolle-Huber": forms.bretagnolle_huber}
     bound_rows = [

@@ -23,7 +23,7 @@ from pytorch_lightning import Trainer
 
 from configs import command
 from configs.command import arguments_of, one_line, parser_for, takes_config
-from configs.front import COMMANDS, TRAINING, command_of
+from configs.front import COMMANDS, TRAINING
 from configs.schema import Config
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
@@ -151,7 +151,7 @@ def near(default: Any, rng: random.Random) -> Any:
 
 def drawn(rng: random.Random) -> Case:
     """A random case."""
-    case = Case(command=rng.choice([name for name in COMMANDS if takes_config(command_of(name))]))
+    case = Case(command=rng.choice([name for name, (command, _) in COMMANDS.items() if takes_config(command)]))
     case.form = rng.choice(["block", "flow", "json", "crlf", "anchors"])
     if rng.random() < 0.06:
         case.raw = rng.choice([*RAW, b"\xff\xfe\x00", b"pair: caf\xe9\n"])
@@ -219,7 +219,7 @@ def written(value: Any) -> str:
 def with_flags(name: str) -> list[str]:
     """Values of the flags that a command requires."""
     required = {"for_": "vllm", "prompt": "Hi", "policy": "entropy", "paper": "svip"}
-    parameters = signature(command_of(name)).parameters.values()
+    parameters = signature(COMMANDS[name][0]).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.name != "config"]
     return [text for name in needed for text in (f"--{name.rstrip('_')}", required.get(name, "x"))]
 
@@ -235,7 +235,7 @@ def problem_of(case: Case, folder: Path, rng: random.Random) -> tuple[str, str |
     try:
         with limited(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             trainer = Trainer if case.command in TRAINING else None
-            [config], _ = arguments_of(command_of(case.command), argv, trainer=trainer)
+            [config], _ = arguments_of(COMMANDS[case.command][0], argv, trainer=trainer)
             changed = next(lost(case, config, is_made=trainer is not None), None)
             if changed is None:
                 refuse_early(config)

@@ -17,14 +17,15 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import CSVLogger
 
 from configs import Config
-from configs.command import SECTIONS, config_of, parser_for, run
+from configs.command import SECTIONS, config_of, parser_for, run, takes_config
 from configs.flag_types import RaceRules
 from configs.front import COMMANDS as FRONT_COMMANDS
-from configs.front import all_steps, command_of, main
+from configs.front import all_steps, main
 from configs.hints import NothingToExportError
 from configs.schema import ModelSource, PairConfig
 from configs.screens import options_of, screen_of, settings_of
 from configs.shipped import NAMES
+from tests.cases import implementation_of
 
 ROOT = Path(__file__, "../../..").resolve()
 
@@ -241,14 +242,27 @@ def test_help_is_one_screen_of_what_the_command_takes(name, capsys):
     lines = answer(name, "--help", capsys=capsys).splitlines()
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 120
-    module, function = FRONT_COMMANDS[name][0].split(":")
-    command, light = getattr(importlib.import_module(module), function), command_of(name)
-    # the signature that is read from the source is that of the command
-    assert (signature(light).parameters, light.__doc__) == (signature(command).parameters, command.__doc__)
-    known = parser_for(command)._option_string_actions
+    known = parser_for(FRONT_COMMANDS[name][0])._option_string_actions
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert flags[-1] == "--help.all"
     assert [flag for flag in flags[:-1] if flag not in known and not flag.startswith("--trainer.")] == []
+
+
+@pytest.mark.parametrize("name", FRONT_COMMANDS)
+def test_a_command_has_the_flags_of_the_function_that_it_runs_and_passes_them_on(name, monkeypatch):
+    command, _ = FRONT_COMMANDS[name]
+    function = implementation_of(name)
+    flags = {flag: parameter for flag, parameter in signature(command).parameters.items() if flag != "config"}
+    assert flags == {flag: parameter for flag, parameter in signature(function).parameters.items() if flag != "config"}
+    assert takes_config(command) == takes_config(function)
+    if name != "all":
+        called = []
+        module = importlib.import_module(function.__module__)
+        monkeypatch.setattr(module, function.__name__, lambda *config, **given: called.append((config, given)))
+        given = {flag: object() for flag in flags}
+        config = ["config"] if takes_config(command) else []
+        command(*config, **given)
+        assert called == [(tuple(config), given)]
 
 
 def test_help_imports_nothing_heavy_and_settings_are_checked_before_anything_heavy_is_imported():
@@ -278,10 +292,10 @@ def test_help_all_has_every_option_and_every_setting_and_every_flag_has_a_text(c
     text = answer("tune", "--help.all", capsys=capsys)
     assert "--pair.target.path" in text
     assert "--decode.draws_per_prompt" in text
-    screen = screen_of("tune", command_of("tune"), ("decode.num_dev", "pair.sampling.temperature"))
+    screen = screen_of("tune", FRONT_COMMANDS["tune"][0], ("decode.num_dev", "pair.sampling.temperature"))
     assert "Number of prompts for choosing each policy's setting. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
-    options = [option for name in FRONT_COMMANDS for option in options_of(command_of(name))]
+    options = [option for command, _ in FRONT_COMMANDS.values() for option in options_of(command)]
     options += [option for section in SECTIONS for option in settings_of(section)]
     assert [option.flag for option in options if len(option.text.split()) < 2] == []
 
@@ -340,13 +354,16 @@ def test_a_mistake_is_one_line_with_what_is_wrong_or_was_meant(argv, message, tm
 
 
 def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
-    def stopped(_):
+    def stopped(config: Config) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("configs.front.command_of", stopped)
+    monkeypatch.setitem(FRONT_COMMANDS, "plan", (stopped, ()))
     with pytest.raises(SystemExit, match="130"):
         main(PLAN)
     assert capsys.readouterr().err.startswith("interrupted; ")
+
+
+STEPS = ("data", "train", "export", "evaluate", "tune")
 
 
 @pytest.mark.parametrize(("failing", "num_run"), [(None, 5), ("train", 2)])
@@ -356,10 +373,11 @@ def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fai
     def command(name):
         return lambda config: steps.append((name, config.data.dir)) or (sys.exit(7) if name == failing else None)
 
-    monkeypatch.setattr("configs.front.command_of", command)
+    for name in STEPS:
+        monkeypatch.setitem(FRONT_COMMANDS, name, (command(name), ()))
     with pytest.raises(SystemExit, match="7") if failing else nullcontext():
         all_steps(config)
-    assert steps == [(name, "data/run") for name in ("data", "train", "export", "evaluate", "tune")[:num_run]]
+    assert steps == [(name, "data/run") for name in STEPS[:num_run]]
 
 
 def test_all_evaluates_without_heads_and_ends_with_the_verdict_if_none_may_be_exported(monkeypatch, capsys):
@@ -373,7 +391,8 @@ def test_all_evaluates_without_heads_and_ends_with_the_verdict_if_none_may_be_ex
 
         return run_step
 
-    monkeypatch.setattr("configs.front.command_of", command)
+    for name in STEPS:
+        monkeypatch.setitem(FRONT_COMMANDS, name, (command(name), ()))
     all_steps(config)
     assert steps == [("data", True), ("train", True), ("export", True), ("evaluate", False)]
     assert "note: no head is worth exporting" in capsys.readouterr().out

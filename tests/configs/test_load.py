@@ -1,6 +1,5 @@
 """An experiment in Python: `load_config`, and paths of YAML files instead of a Config."""
 
-import importlib
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from pytorch_lightning import Trainer
 from configs import load_config
 from configs.command import run, takes_config
 from configs.front import COMMANDS as FRONT_COMMANDS
-from configs.front import command_of
 from configs.load import yaml_of
+from tests.cases import implementation_of
 
 
 def test_a_yaml_gives_in_python_what_it_gives_on_the_command_line(tmp_path: Path):
@@ -44,10 +43,9 @@ def test_a_yaml_that_cannot_be_read_in_python_is_a_value_error_in_one_line(given
     assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in FRONT_COMMANDS if takes_config(command_of(name))])
+@pytest.mark.parametrize("name", [name for name, (command, _) in FRONT_COMMANDS.items() if takes_config(command)])
 def test_the_function_of_every_command_takes_the_path_of_a_yaml(name: str):
-    module, function_name = FRONT_COMMANDS[name][0].split(":")
-    function = getattr(importlib.import_module(module), function_name)
+    function = implementation_of(name)
     parameters = [parameter for parameter in signature(function).parameters.values() if parameter.name != "config"]
     required = {parameter.name: "x" for parameter in parameters if parameter.default is parameter.empty}
     with pytest.raises(ValueError, match=r"'no-such\.yaml' is neither a file nor a shipped experiment"):

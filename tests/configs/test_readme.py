@@ -16,6 +16,7 @@ import pytest
 
 from configs import front
 from configs.command import parser_for, takes_config
+from tests.cases import implementation_of
 
 ROOT = Path(__file__, "../../..").resolve()
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -138,7 +139,7 @@ def test_every_room_has_a_command_in_the_readme_and_every_target_of_make_exists(
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z0-9-]+)", README, re.MULTILINE)) <= targets
     names = {argv[0] for argv, _ in FRONT_COMMANDS} & front.COMMANDS.keys()
-    rooms = {"train.py" if name == "train" else front.COMMANDS[name][0].partition(".")[0] for name in names}
+    rooms = {"train.py" if name == "train" else implementation_of(name).__module__.partition(".")[0] for name in names}
     assert rooms | {program for program, *_ in COMMANDS} >= PROGRAMS
 
 

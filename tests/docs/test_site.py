@@ -14,7 +14,7 @@ import data_gen
 import decode
 import heads
 from configs.command import SECTIONS, parser_for
-from configs.front import COMMANDS, command_of
+from configs.front import COMMANDS
 from configs.schema import Config
 from configs.screens import options_of, settings_of, usage_of
 
@@ -37,8 +37,8 @@ def test_every_command_and_every_flag_of_it_is_on_the_page(hooks):
     sections = re.split(r"^## (\S+)$", hooks.commands(), flags=re.MULTILINE)
     assert sections[1::2] == list(COMMANDS)
     for name, section in zip(sections[1::2], sections[2::2], strict=True):
-        assert f"\n{usage_of(name, command_of(name))}\n" in section
-        flags = [option.flag for option in options_of(command_of(name))]
+        assert f"\n{usage_of(name, COMMANDS[name][0])}\n" in section
+        flags = [option.flag for option in options_of(COMMANDS[name][0])]
         assert re.findall(r"<code>(--.*?)</code>", section.replace("<wbr>", ""))[: len(flags)] == flags
 
 

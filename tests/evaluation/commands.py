@@ -11,7 +11,7 @@ from configs import front
 from configs.command import config_of, parser_for, run
 from configs.schema import Config
 
-COMMANDS = {name: front.command_of(name) for name in front.COMMANDS}
+COMMANDS = {name: command for name, (command, _) in front.COMMANDS.items()}
 ROOT = Path(__file__).parents[2]
 
 

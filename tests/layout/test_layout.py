@@ -16,7 +16,11 @@ MORE_PARAMETERS = {
     # what transformers' generate hands on, each by its name
     "decode.generate.in_transformers.speculative_generate": 12,
     "decode.generate.command.generate": 8,
-    "evaluation.costs.init.init": 10,  # a command's flags
+    "configs.making.init": 10,  # a command's flags, here and below
+    "configs.making.generate": 8,
+    "configs.measuring.bench": 11,
+    "configs.measuring.flags": 9,
+    "evaluation.costs.init.init": 10,
     "evaluation.bench.command.bench": 11,  # the same
     "evaluation.flags.command.flags": 9,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name

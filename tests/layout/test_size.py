@@ -103,11 +103,15 @@ def num_comprehensions(statement: ast.stmt) -> int:
 
 
 def repeated_public_names() -> dict[str, list[str]]:
-    """Functions and classes of several modules that share a name, each with its modules; entry points apart."""
+    """Functions and classes of several modules that share a name, each with its modules; entry points and commands,
+    which are named as the function that they run, apart.
+    """
     owners = defaultdict(list)
     for path, tree in TREES.items():
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                if any(ast.unparse(decorator).startswith("runs(") for decorator in node.decorator_list):
+                    continue
                 owners[node.name].append(str(path.relative_to(ROOT)))
     return {name: paths for name, paths in owners.items() if len(paths) > 1 and name != "main"}
 
