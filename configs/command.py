@@ -286,7 +286,9 @@ def _meant(problem: str, parser: ArgumentParser) -> str | None:
     near = get_close_matches(word, dict.fromkeys(known.values()), n=1, cutoff=0.8)
     alike = [option for option, last in known.items() if last in near]
     alike = [option for option in alike if option.startswith(f"{section}.")] or alike
-    return f"did you mean {' or '.join('--' * bool(flag) + option for option in alike)}?" if alike else None
+    if flag:
+        alike = [f"--{option}" for option in alike]
+    return f"did you mean {' or '.join(alike)}?" if alike else None
 
 
 _WRONG_TYPE = r"(?:Parser key \"([\w.]+)\": )?Expected a (?:typing\.Literal\[(.*?)\]|<class '(\w+)'>)\. Got value: (.*)"

@@ -86,6 +86,7 @@ def _shown(default: Any) -> str:
 
 
 def _line(option: Option) -> str:
-    head, text = f"  {option.flag}", option.text + (f" [{option.default}]" if option.default else "")
+    head = f"  {option.flag}"
+    text = f"{option.text} [{option.default}]" if option.default else option.text
     about = textwrap.indent(textwrap.fill(text, _WIDTH - _INDENT), " " * _INDENT)
     return f"{head:<{_INDENT}}{about[_INDENT:]}" if len(head) < _INDENT else f"{head}\n{about}"

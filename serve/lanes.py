@@ -62,8 +62,10 @@ class Lane:
         is_unverified = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
         was_verified = self._is_open and not is_unverified
         if was_verified:
-            is_rejected = num_accepted < len(verified)
-            self.run.end(len(verified), num_accepted, [1.0] * num_accepted + [0.0] * is_rejected)
+            probs = [1.0] * num_accepted
+            if num_accepted < len(verified):
+                probs.append(0.0)
+            self.run.end(len(verified), num_accepted, probs)
         self._is_open, self.tokens = False, []
         return was_verified
 

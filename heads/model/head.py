@@ -120,7 +120,8 @@ class HeadShape:
     @property
     def kind(self) -> str:
         """Timing and inputs, such as drawn+s+e; +ARCHITECTURE if it is not the paper's."""
-        return self.timing + self.inputs.label + f"+{self.architecture}" * (self.architecture != PAPERS)
+        kind = self.timing + self.inputs.label
+        return kind if self.architecture == PAPERS else f"{kind}+{self.architecture}"
 
     def __str__(self) -> str:
         """Kind and depth, such as drawn+s+e-d4."""
@@ -234,7 +235,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """sha256 over architecture and weights: the key of the head's scores in a trace."""
         shape = f"{self.timing} {self.inputs.config['scalars']} {self.inputs.embedding} {self.depth}"
         # departures from the paper's head are named only where they apply, so that older traces keep their keys
-        shape += " normalised" * self.inputs.is_normalised + f" {self.architecture}" * (self.architecture != PAPERS)
+        if self.inputs.is_normalised:
+            shape += " normalised"
+        if self.architecture != PAPERS:
+            shape += f" {self.architecture}"
         digest = hashlib.sha256(shape.encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())

@@ -81,7 +81,11 @@ class Inputs(NamedTuple):
         for standard in _STANDARDS:
             if names[: len(standard)] == standard:
                 names = ("s", *names[len(standard) :])
-        return "".join(f"+{name}" for name in (*names, *("e" * self.embedding), *("n" * self.is_normalised)))
+        if self.embedding:
+            names = (*names, "e")
+        if self.is_normalised:
+            names = (*names, "n")
+        return "".join(f"+{name}" for name in names)
 
     @property
     def config(self) -> dict[str, bool | list[str]]:

@@ -80,7 +80,10 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
 
 def training_plan(trainer: pl.Trainer, batch_size: int) -> str:
     """One line with the number of steps, the batch size and the number of processes."""
-    processes, accumulated = trainer.world_size, trainer.accumulate_grad_batches
-    steps = f"{num_optimizer_steps(trainer):,} steps" + f" of {accumulated:,} batches" * (accumulated > 1)
-    shared = f", {batch_size // processes:,} on each of {processes:,} processes" * (processes > 1)
-    return f"training for {steps}, {batch_size:,} responses per batch{shared}"
+    plan = f"training for {num_optimizer_steps(trainer):,} steps"
+    if trainer.accumulate_grad_batches > 1:
+        plan += f" of {trainer.accumulate_grad_batches:,} batches"
+    plan += f", {batch_size:,} responses per batch"
+    if trainer.world_size > 1:
+        plan += f", {batch_size // trainer.world_size:,} on each of {trainer.world_size:,} processes"
+    return plan

@@ -71,7 +71,9 @@ def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[d
         best = forms.best_draft_length(rate, cost)
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
             setting, tokens = f"a={rate} K={length}", forms.expected_tokens(rate, length)
-            row = {"form": "Leviathan", "setting": setting + " (best)" * (length == best), "tokens": tokens}
+            if length == best:
+                setting += " (best)"
+            row = {"form": "Leviathan", "setting": setting, "tokens": tokens}
             yield row | {"speedup": forms.speedup(tokens, cost * length)}
     for (m, n), (form, (tokens_of, of)) in product(_SCHEDULES, schedules_of(rates).items()):
         row = {"form": form, "setting": f"m={m} n={n}", "tokens": tokens_of(of, m=m, n=n)}
