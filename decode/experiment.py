@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, get_args
 
 from configs.paths import check_local
-from configs.schema import Config, DataConfig, ModelSource, PromptSource
+from configs.schema import Config, DataConfig, ModelSource, PromptSource, SamplingConfig
 from data_gen.pipeline.stages import settled
 from data_gen.prompts.growth import FirstSplit
 from data_gen.prompts.prompt import Prompt, say_once
@@ -85,6 +85,13 @@ class Experiment:
         changed = Experiment(replace(self._config, pair=replace(self.models, draft=source)))
         changed.pair = replace(self.pair, drafting=feature_draft_of(changed.models.draft, self.pair.target))
         return changed
+
+    def with_trace(self, directory: str) -> "Experiment":
+        """This experiment on the trace in another decode.dir, under its sampling; heads of any sampling may compete."""
+        sampling = read_manifest(Path(directory) / "trace", command="trace", keys=["sampling"])["sampling"]
+        pair = replace(self.models, sampling=SamplingConfig(**sampling))
+        decode = replace(self._config.decode, dir=directory, allow_foreign_heads=True)
+        return Experiment(replace(self._config, pair=pair, decode=decode))
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -110,6 +110,10 @@ class Contest:
     """By family, in the order of tables."""
     splits: RepeatedSplits | None = None
     """Every family with dev and test redrawn; None where that was not computed."""
+    source: "Contest | None" = None
+    """The contest of another set, whose choices are judged on these test prompts as well."""
+    transferred: Mapping[str, Result] = field(default_factory=dict)
+    """Every family but the bounds, at the setting that the dev prompts of the `source` chose."""
     _gains: dict[tuple[str, str], Gain] = field(default_factory=dict, repr=False)
 
     @property

@@ -19,7 +19,7 @@ from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_thr
 from evaluation.competitor import ONLINE, head_in, words_of
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
-from evaluation.table import Table, say
+from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
@@ -36,24 +36,16 @@ Row = dict[str, Any]
 def in_batches(
     experiment: Experiment, every: Mapping[str, Replays], every_times: Sequence[Times], sizes: Sequence[int]
 ) -> tuple[list[Row], list[Table]]:
-    """Print a table for each dataset, set of times and size of batch, as soon as it is known; rows of batches.csv, and
-    the tables. Curves that were measured are used; the first times decide which head of each family competes.
+    """Rows of batches.csv, and a table for each dataset, set of times and size of batch. Curves that were measured are
+    used; the first times decide which head of each family competes.
     """
     rows, tables = list[Row](), list[Table]()
     setups = setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))
     for dataset, replays in every.items():
-        num_rows = len(replays.traces.test.rows)
-        if max(sizes) > num_rows:
-            say(
-                f"{dataset}: a batch of more than {num_rows} has some of its {num_rows} test responses twice; raise "
-                "decode.num_test"
-            )
         for setup, of_setup in contests_of(replays, setups, sizes):
             where = {"dataset": dataset, "ratio": setup.times.ratio, "costs": setup.times.origin}
             new = [where | {"verify_share": setup.verify_share} | row for row in of_setup]
-            tables += (of_setup_tables := batch_tables(new, setup.title))
-            for table in of_setup_tables:
-                table.print()
+            tables += batch_tables(new, setup.title)
             rows += new
     return rows, tables
 

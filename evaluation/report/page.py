@@ -4,8 +4,6 @@ on the page is computed here; its slider switches between tables that are alread
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,58 +11,29 @@ import pandas as pd
 from jinja2 import Environment
 
 from decode.experiment import Experiment
-from evaluation.clock import Report, clock_table
-from evaluation.competitor import Arm, Competitor
+from evaluation.clock import clock_table
+from evaluation.competitor import Arm, competes
 from evaluation.contest import Contest, Replays, hold_each
 from evaluation.families import family
+from evaluation.keys import made
+from evaluation.report.evaluated import Evaluation
 from evaluation.report.plots import all_plots, stage_plot
-from evaluation.report.tables import result_table, stage_table, stages_of
-from evaluation.report.verdict import Record, sentence_at
-from evaluation.table import Table, flat, say
+from evaluation.report.tables import result_table, stage_table
+from evaluation.report.verdict import generate_command, sentence_at
+from evaluation.table import say
+from evaluation.times import Times
 from store.shards import write_atomic
 
 RATIOS = (1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 12.0, 20.0, 30.0, 40.0)
 """t_target / t_draft of the slider's steps, beside that of the evaluation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What an evaluation found, by dataset, for the page and the files beside it."""
-
-    about: str
-    """One line under the title."""
-    directory: Path
-    """Folder of all files."""
-    made: Mapping[str, str] = field(default_factory=dict)
-    """When, where, by which command and versions: the footer."""
-    replays: dict[str, Replays] = field(default_factory=dict)
-    contests: dict[str, list[Contest]] = field(default_factory=dict)
-    """The contest at each of the evaluation's times, the first of this machine or as given."""
-    pooled: list[Contest] = field(default_factory=list)
-    """The contest over all prompts of several training sets, whose verdict is the evaluation's; empty for one set."""
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of results.csv."""
-    clocks: list[Report] = field(default_factory=list)
-    batches: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of batches.csv."""
-    batch_tables: list[Table] = field(default_factory=list)
-
-    @property
-    def stages(self) -> list[dict[str, Any]]:
-        """The rows of stages.csv."""
-        return [
-            {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
-            for contest in chain(*self.contests.values(), self.pooled)
-            for stage in stages_of(contest)
-        ]
-
-
-def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path:
+def folder_of(experiment: Experiment) -> Path:
     """Folder of everything that is written: decode.dir, or a folder in it if no heads compete now and the report there
     has some, which is kept.
     """
     directory = experiment.directory
-    if any(competitor.head for competitor in competitors):
+    if experiment.heads and competes("head", experiment):
         return directory
     lacking = "decode.policies names no head" if experiment.heads else f"No trained heads in {experiment.exported}"
     say(
@@ -79,11 +48,14 @@ def folder_of(experiment: Experiment, competitors: Sequence[Competitor]) -> Path
     return without
 
 
-def write_files(page: Page) -> list[Path]:
+def write_tables(evaluation: Evaluation, directory: Path) -> list[Path]:
     """Write tables and the counts of each dataset's replays; the paths, after those that `write_report` writes to."""
-    directory = page.directory
-    written = [write_csv(directory / "results.csv", page.records), write_csv(directory / "stages.csv", page.stages)]
-    written += [_write_counts(directory / f"counts-{name}.parquet", of.arms) for name, of in page.replays.items()]
+    written = [
+        write_csv(directory / "results.csv", evaluation.records),
+        write_csv(directory / "stages.csv", evaluation.stages),
+    ]
+    for name, replays in evaluation.replays.items():
+        written.append(_write_counts(directory / f"counts-{name}.parquet", replays.arms))
     return [directory / "report.html", directory / "plots", *written]
 
 
@@ -112,51 +84,67 @@ def _write_counts(path: Path, arms: Sequence[Arm]) -> Path:
     return path
 
 
-def at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
+def _at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
     """The first contest of a dataset and one at every ratio of the page, by ratio."""
     first = contests[0]
     others = hold_each(replays, first.times.at_ratios(RATIOS)[1:], dataset=first.dataset, is_online=(False,))
     return sorted([first, *others], key=lambda contest: contest.times.ratio)
 
 
-def write_report(page: Page, verdict: Record, *, command: str) -> None:
-    """Write report.html, and every plot as a file; `command` runs the policy of the verdict."""
-    is_several = len(page.contests) > 1
+def write_report(evaluation: Evaluation, directory: Path) -> None:
+    """Write report.html, and every plot as a file."""
+    is_several = len(evaluation.contests) > 1
     datasets = []
-    for name, contests in page.contests.items():
-        plots = [*map(stage_plot, contests), *all_plots(page.replays[name], contests[0])]
+    for name, contests in evaluation.contests.items():
+        plots = [*map(stage_plot, contests), *all_plots(evaluation.replays[name], contests[0])]
         if is_several:
             plots = [plot.of(name) for plot in plots]
         for plot in plots:
-            write_atomic(page.directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
+            write_atomic(directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
         tables = map(stage_table, contests)
         answers = list(zip(map(sentence_at, contests), tables, plots[: len(contests)], strict=True))
         datasets.append({"name": name, "answers": answers, "contests": contests, "plots": plots[len(contests) :]})
     clocks = [
         clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"])
-        for report in page.clocks
+        for report in evaluation.clocks
     ]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    experiment = evaluation.experiment
     text = template.render(
-        page=page,
-        verdict=verdict,
-        command=command,
+        about=about(experiment, evaluation.times),
+        made=made(experiment),
+        verdict=evaluation.verdict,
+        command=generate_command(experiment),
         datasets=datasets,
-        pooled=list(map(stage_table, page.pooled)),
-        steps=_steps(page),
+        pooled=[] if evaluation.pooled is None else [stage_table(evaluation.pooled)],
+        steps=_steps(evaluation),
+        batch_tables=evaluation.batch_tables,
         clocks=clocks,
     )
-    write_atomic(page.directory / "report.html", text.encode())
+    write_atomic(directory / "report.html", text.encode())
 
 
-def _steps(page: Page) -> list[dict[str, object]]:
+def about(experiment: Experiment, times: Times) -> str:
+    """One line on what was evaluated, under the title."""
+    names = " / ".join(Path(source.path).name for source in (experiment.models.target, experiment.models.draft))
+    decode = experiment.decode
+    return (
+        f"{names}; {experiment.sampling.text}; responses up to {decode.max_new_tokens} tokens, drafts up to "
+        f"{decode.max_draft_length}; t_draft {1e3 * times.t_draft_s:.2f} ms, t_target {1e3 * times.t_target_s[0]:.2f} "
+        f"ms, {times.origin}; {times.stop_origin}"
+    )
+
+
+def _steps(evaluation: Evaluation) -> list[dict[str, object]]:
     """Each step of the slider: its label, whether it is that of the evaluation, and the ranking of each dataset."""
-    times = next(iter(page.contests.values()))[0].times
+    of_datasets = [_at_ratios(evaluation.contests[name], replays) for name, replays in evaluation.replays.items()]
     steps = []
-    for contests in zip(*(at_ratios(page.contests[name], of) for name, of in page.replays.items()), strict=True):
+    for contests in zip(*of_datasets, strict=True):
         tables = [result_table(contest)._replace(note="") for contest in contests]
-        is_here = contests[0].times is times
-        label = f"{contests[0].times.ratio:.3g} draft forwards{', as in this evaluation' if is_here else ''}"
+        is_here = contests[0].times is next(iter(evaluation.contests.values()))[0].times
+        label = f"{contests[0].times.ratio:.3g} draft forwards"
+        if is_here:
+            label += ", as in this evaluation"
         steps.append({"label": label, "is_here": is_here, "tables": tables})
     return steps

@@ -6,17 +6,14 @@
 Gains are over the best fixed length that the transfer set's dev chose, leads over its best training-free policy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, SamplingConfig
-from data_gen.store.manifest import read_manifest
 from decode.experiment import Experiment
 from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.competitor import Competitor, competes
-from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
+from evaluation.contest import Contest, Replays, hold_each, replay_dataset
 from evaluation.families import AUTO, BOUND, PERFECT, TRAINING_FREE, family
 from evaluation.report.tables import records_of
 from evaluation.table import Table, flat
@@ -25,8 +22,8 @@ from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 
 
-def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str, Result]:
-    """Every family but the bounds at the setting that the source set's dev chose, on the target set's test prompts;
+def with_transferred(target: Contest, source: Contest, replays: Replays) -> Contest:
+    """The target set's contest, with every family but the bounds at the setting that the source set's dev chose;
     `replays` are the target set's, so that nothing is replayed again.
     """
     known = {(arm.competitor.family, arm.competitor.name): arm.test for arm in replays.arms}
@@ -40,11 +37,14 @@ def transferred(source: Contest, target: Contest, replays: Replays) -> dict[str,
         else:
             played = replay_settings(replays.traces.test, result.policy)
         results[name] = replace(result, throughput=target.times.throughput(played).at(0), played=played, arm=None)
-    return results
+    return replace(target, source=source, transferred=results)
 
 
-def transfer_table(results: Mapping[str, Result], source: Contest, target: Contest) -> Table:
+def transfer_table(target: Contest) -> Table:
     """Gains on the source set, transferred, and tuned on the target set, side by side."""
+    source = target.source
+    assert source is not None, "there is no table of a contest without transferred settings"
+    results = target.transferred
     free, tuned = target.leaders[TRAINING_FREE], f"tuned on {target.dataset}"
     rows = []
     for name in (*results, PERFECT):
@@ -66,11 +66,14 @@ def transfer_table(results: Mapping[str, Result], source: Contest, target: Conte
     )
 
 
-def transfer_records(results: Mapping[str, Result], source: Contest, target: Contest) -> list[dict[str, Any]]:
+def transfer_records(target: Contest) -> list[dict[str, Any]]:
     """Rows of results.csv: the target set's, chosen on the source set, with their gain over the same family tuned on
     the target set.
     """
-    rows = records_of(results, target, chosen_on=source.dataset)
+    if target.source is None:
+        return []
+    results = target.transferred
+    rows = records_of(results, target, chosen_on=target.source.dataset)
     return [
         row | flat({"over_tuned": result.over(target.results[name])} if name in target.results else {})
         for row, (name, result) in zip(rows, results.items(), strict=True)
@@ -78,7 +81,7 @@ def transfer_records(results: Mapping[str, Result], source: Contest, target: Con
 
 
 def source_contests(
-    directory: str, config: Config, competitors: Sequence[Competitor], every_times: Sequence[Times]
+    directory: str, experiment: Experiment, competitors: Sequence[Competitor], every_times: Sequence[Times]
 ) -> dict[str, Contest]:
     """Title of each set of times -> the contest on the first dataset of the evaluation in `directory`, under that
     evaluation's sampling.
@@ -86,15 +89,15 @@ def source_contests(
     Raises:
         FileNotFoundError: no whole trace of this config's prompts there.
     """
-    sampling = read_manifest(Path(directory) / "trace", command="trace", keys=["sampling"])["sampling"]
-    pair = replace(config.pair, sampling=SamplingConfig(**sampling))
-    decode = replace(config.decode, dir=directory, allow_foreign_heads=True)
-    experiment = Experiment(replace(config, pair=pair, decode=decode))
-    name = next(iter(experiment.datasets))
-    traces, desc = trace_folder(experiment).load(name), f"transfer from {name}"
-    has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
+    other = experiment.with_trace(directory)
+    name = next(iter(other.datasets))
+    traces = trace_folder(other).load(name)
     replays = replay_dataset(
-        traces, competitors, perfect_head=decode.perfect_head, name=desc, has_token_rule=has_token_rule
+        traces,
+        competitors,
+        perfect_head=other.decode.perfect_head,
+        name=f"transfer from {name}",
+        has_token_rule=competes(AUTO_TOKEN_PROB, other),
     )
-    dataset = f"{name} (temperature {experiment.sampling.temperature:g})"
+    dataset = f"{name} (temperature {other.sampling.temperature:g})"
     return {contest.times.title: contest for contest in hold_each(replays, every_times, dataset=dataset)}

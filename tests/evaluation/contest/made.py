@@ -1,14 +1,18 @@
-"""A contest whose policies have given speeds."""
+"""A contest whose policies have given speeds, and an evaluation of made contests."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from configs.schema import Config, ModelSource, PairConfig
+from decode.experiment import Experiment
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor
-from evaluation.contest import Contest, Result
+from evaluation.contest import Contest, Replays, Result
 from evaluation.families import BASELINE, PRODUCT
 from evaluation.gain import Throughput
+from evaluation.report.evaluated import Evaluation
 from evaluation.times import Times
 
 SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
@@ -29,3 +33,17 @@ def contest_at(
         speed_on_dev = {**speeds, **(on_dev or {})}[name]
         results[name] = Result(competitor=competitor, number=0, on_dev=float(speed_on_dev), throughput=throughput)
     return Contest("made", Times.constant(0.01, 0.02), results)
+
+
+def evaluation_of(
+    contests: Mapping[str, Sequence[Contest]], replays: Mapping[str, Replays] | None = None, **values: Any
+) -> Evaluation:
+    """An evaluation whose contests are given; its models exist nowhere."""
+    pair = PairConfig(target=ModelSource(path="models/a < b"), draft=ModelSource(path="models/draft"))
+    given = {
+        "experiment": Experiment(Config(pair=pair, arguments=("--config", "my file.yaml"))),
+        "contest": next(iter(contests.values()))[0],
+        "arms": (),
+        "verdict": {"sentence": "Use fixed length 1.", "notes": []},
+    }
+    return Evaluation(contests=contests, replays=replays or {}, **given | values)

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,17 +23,18 @@ from evaluation.families import REPLAYED, family
 from evaluation.gain import Splits
 from evaluation.keys import made
 from evaluation.report import page as page_module
-from evaluation.report.evaluate import conclude_sets
-from evaluation.report.page import Page, write_report
+from evaluation.report.evaluated import contest_of_verdict
+from evaluation.report.page import write_report
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
 from evaluation.report.verdict import sentence_at
+from tests.evaluation.contest.made import evaluation_of
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 SENTENCE = "Use fixed length 5: no head is faster, -1.0 % (-2.0, -0.3) for a < b."
 VERDICT = {"sentence": SENTENCE, "notes": ["One.", "Two."]}
-COMMAND = "acceptance-heads generate --config configs/tiny.yaml --prompt …"
+COMMAND = "acceptance-heads generate --config 'my file.yaml' --prompt 'Why is the sky blue?'"
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def clocked(contest):
 @pytest.fixture(scope="module")
 def page(contest, replays, clocked, tmp_path_factory):
     directory = tmp_path_factory.mktemp("report")
-    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}, "clocks": [clocked]}
-    write_report(Page(about="a < b", directory=directory, **of_set), VERDICT, command=COMMAND)
+    evaluation = evaluation_of({"made": [contest]}, {"made": replays}, clocks=[clocked], verdict=VERDICT)
+    write_report(evaluation, directory)
     return directory / "report.html"
 
 
@@ -76,10 +76,10 @@ def test_the_page_fetches_nothing_and_opens_with_the_sentence_and_the_rows_of_th
 
 def test_the_page_says_when_where_and_by_which_command_it_was_made(contest, replays, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program", "evaluate", "--config", "my file.yaml"])
-    experiment = Experiment.__new__(Experiment)
-    vars(experiment).update(models=SimpleNamespace(num_threads=3), arguments=("--config", "my file.yaml"))
-    of_set = {"contests": {"made": [contest]}, "replays": {"made": replays}}
-    write_report(Page(about="", directory=tmp_path, made=made(experiment), **of_set), VERDICT, command=COMMAND)
+    evaluation = evaluation_of({"made": [contest]}, {"made": replays})
+    experiment = evaluation.experiment
+    experiment.models = replace(experiment.models, num_threads=3)
+    write_report(evaluation, tmp_path)
     footer = (tmp_path / "report.html").read_text().split("<footer>")[1]
     shown = dict(zip(re.findall("<dt>(.*?)</dt>", footer), re.findall("<dd>(.*?)</dd>", footer), strict=True))
     assert list(shown) == ["date", "versions", "commit", "host", "command"]
@@ -118,7 +118,7 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
 def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
     contests = {name: [replace(contest, dataset=name)] for name in ("one", "two")}
     of_sets = dict.fromkeys(contests, replays)
-    write_report(Page(about="", directory=tmp_path, contests=contests, replays=of_sets), VERDICT, command=COMMAND)
+    write_report(evaluation_of(contests, of_sets), tmp_path)
     names = {plot.name for plot in (stage_plot(contest), *all_plots(replays, contest))}
     assert {"gain-here", "draft_lengths", "reliability", "thresholds-1"} <= names
     files = {f"{plot}-{name}.svg" for plot in names for name in contests}
@@ -130,27 +130,26 @@ def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
         assert f"<h2>{name}</h2><p>{sentence}</p>" in text
 
 
-def test_several_training_sets_have_one_more_table_with_the_contest_of_the_verdict(contest, replays, tmp_path, capsys):
+def test_several_training_sets_have_one_more_table_with_the_contest_of_the_verdict(contest, replays, tmp_path):
     two = [replace(part, rows=tuple(replace(row, dataset="two") for row in part.rows)) for part in replays.traces]
     of_sets = {"one": replays, "two": replace(replays, traces=Splits(*two)), "transfer": replays}
     contests = {name: [replace(contest, dataset=name)] for name in of_sets}
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(datasets={name: name for name in of_sets}, training_sets={"one": "one", "two": "two"})
-    page = Page(about="", directory=tmp_path, contests=contests, replays=of_sets)
-    verdict = conclude_sets(experiment, page)
-    assert page.pooled == [verdict.contest]
-    assert (verdict.contest.dataset, verdict.contest.num_prompts) == ("one + two", 2 * contest.num_prompts)
-    assert {row["dataset"] for row in page.records} == {"one + two"}
-    assert {row["dataset"] for row in page.stages} == {"one", "two", "transfer", "one + two"}
-    title = stage_table(verdict.contest).title
-    assert title in " ".join(capsys.readouterr().out.split())
-    write_report(page, VERDICT, command=COMMAND)
+    pooled, arms = contest_of_verdict(experiment, of_sets, contests)
+    assert (pooled.dataset, pooled.num_prompts) == ("one + two", 2 * contest.num_prompts)
+    assert {arm.test.prompt_of_row.max() + 1 for arm in arms} == {2 * contest.num_prompts}
+    evaluation = evaluation_of(contests, of_sets, contest=pooled, verdict=VERDICT)
+    assert evaluation.pooled is pooled
+    for rows in (evaluation.records, evaluation.stages):
+        assert {row["dataset"] for row in rows} == {"one", "two", "transfer", "one + two"}
+    title = stage_table(pooled).title
+    write_report(evaluation, tmp_path)
     text = (tmp_path / "report.html").read_text()
     assert text.index(SENTENCE[:30]) < text.index(f"<h3>{html.escape(title)}</h3>") < text.index("<h2>one</h2>")
-    page.pooled.clear()
     vars(experiment)["datasets"] = {"one": "one", "transfer": "transfer"}
-    assert conclude_sets(experiment, page).contest is page.contests["one"][0]
-    assert page.pooled == []
+    assert contest_of_verdict(experiment, of_sets, contests) == (contests["one"][0], replays.arms)
+    assert evaluation_of(contests, of_sets).pooled is None
 
 
 @pytest.mark.browser

@@ -5,10 +5,12 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
+from decode.experiment import Experiment
 from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
-from evaluation.report.transfer import transfer_records, transfer_table, transferred
+from evaluation.report.evaluated import transferred_between
+from evaluation.report.transfer import transfer_records, transfer_table, with_transferred
 from evaluation.times import Times
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
 from heads import AcceptanceHead
@@ -37,10 +39,11 @@ def source(sets) -> Contest:
 
 def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(sets, source):
     target = hold(sets[1], TIMES, dataset="target")
-    results = transferred(source, target, sets[1])
+    target = with_transferred(target, source, sets[1])
+    results = target.transferred
     assert {"head_drawn", "auto", *FAMILIES} <= set(results)
     assert not {"oracle", "perfect_drawn"} & set(results)
-    records = {record["family"]: record for record in transfer_records(results, source, target)}
+    records = {record["family"]: record for record in transfer_records(target)}
     tests = {arm.competitor.family: arm.test for arm in sets[1].arms}
     for name in (*FAMILIES, "head_drawn"):
         assert results[name].setting == source.results[name].setting
@@ -50,11 +53,33 @@ def test_the_setting_is_chosen_on_the_source_set_and_judged_on_the_target_set(se
         assert record["over_tuned_low"] <= record["over_tuned"] <= record["over_tuned_high"]
         assert record["over_tuned"] == pytest.approx(speed / target.results[name].tokens_per_s - 1)
         assert (record["chosen_on"], record["dataset"]) == ("source", "target")
-    same = transfer_records(transferred(source, source, sets[0]), source, source)
+    same = transfer_records(with_transferred(source, source, sets[0]))
     assert [record["over_tuned"] for record in same] == pytest.approx([0] * len(same), abs=1e-12), "the same set"
-    *rows, perfect = transfer_table(results, source, target).rows
+    *rows, perfect = transfer_table(target).rows
     assert [row["transferred"] for row in rows] == [result.over(target.baseline).text for result in results.values()]
     assert perfect["policy"] == "perfect head"
+
+
+@pytest.mark.parametrize(
+    ("training_sets", "has_sources", "expected"),
+    [
+        (["first"], False, [("first", "second")]),
+        (["first", "second"], False, []),
+        ([], False, [("first", "second")]),  # the first set is not transferred to itself
+        (["first"], True, [("other", "first"), ("other", "second")]),
+    ],
+)
+def test_the_first_set_or_another_evaluation_transfers_its_choices(sets, training_sets, has_sources, expected):
+    contests = {name: [hold(sets[0], TIMES, dataset=name)] for name in ("first", "second")}
+    experiment = Experiment.__new__(Experiment)
+    vars(experiment).update(
+        datasets={name: name for name in contests}, training_sets={name: name for name in training_sets}
+    )
+    sources = {TIMES.title: hold(sets[0], TIMES, dataset="other")} if has_sources else {}
+    every = transferred_between(contests, experiment, dict.fromkeys(contests, sets[0]), sources)
+    pairs = [(contest.source.dataset, contest.dataset) for (contest,) in every.values() if contest.source]
+    assert pairs == expected
+    assert [contest.dataset for (contest,) in every.values() if contest.transferred] == [name for _, name in expected]
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn", "prefix"])

@@ -38,7 +38,7 @@ from evaluation.families import (
 from evaluation.gain import Splits
 from evaluation.played import Played
 from evaluation.report.conclusion import conclude
-from evaluation.report.page import Page, folder_of
+from evaluation.report.page import folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
 from evaluation.report.tables import deciding_families, result_table, stage_table, stages_of
 from evaluation.report.verdict import (
@@ -58,7 +58,7 @@ from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.measures.figure import INK, figure_of, plot_of
 from heads.model.head import update_config
-from tests.evaluation.contest.made import contest_at
+from tests.evaluation.contest.made import contest_at, evaluation_of
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
@@ -136,18 +136,18 @@ def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_o
 def test_a_report_that_compares_heads_is_kept_where_none_compete_now(tmp_path, capsys):
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(heads={}, exported=tmp_path / "exported", directory=tmp_path)
-    head = Competitor("head_drawn", "head:it", FixedLength(1), ({},))
-    for families_before, heads, competitors, directory, message in (
-        ([], {}, [], tmp_path, "No trained heads in"),
-        (["fixed_length", "entropy"], {}, [], tmp_path, "`acceptance-heads export"),
-        (["fixed_length", "head_drawn"], {}, [], tmp_path / "no-heads", "is kept"),
-        (["fixed_length", "head_drawn"], {"it": None}, [], tmp_path / "no-heads", "decode.policies names no head"),
-        (["fixed_length", "head_drawn"], {"it": None}, [head], tmp_path, ""),
+    for families_before, heads, policies, directory, message in (
+        ([], {}, (), tmp_path, "No trained heads in"),
+        (["fixed_length", "entropy"], {}, (), tmp_path, "`acceptance-heads export"),
+        (["fixed_length", "head_drawn"], {}, (), tmp_path / "no-heads", "is kept"),
+        (["fixed_length", "head_drawn"], {"it": None}, ("entropy",), tmp_path / "no-heads", "names no head"),
+        (["fixed_length", "head_drawn"], {"it": None}, ("entropy", "head"), tmp_path, ""),
+        (["fixed_length", "head_drawn"], {"it": None}, (), tmp_path, ""),
     ):
         if families_before:
             (tmp_path / "results.csv").write_text("\n".join(["family", *families_before]))
-        experiment.heads = heads
-        assert folder_of(experiment, competitors) == directory
+        vars(experiment).update(heads=heads, decode=DecodeConfig(policies=policies))
+        assert folder_of(experiment) == directory
         printed = " ".join(capsys.readouterr().out.split())
         assert message in printed if message else not printed
 
@@ -213,7 +213,7 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert [row["tokens/s"] for row in table.rows[:2]] == ["50.0", "100"]
     assert f"entropy (SVIP): {contest.gain('entropy').words}" in table.note
     names = ("tokens_per_s_low", "gain_high", "added", "percent_of_oracle_gain")
-    record = Page(about="", directory=Path(), contests={"made": [contest]}).stages[2]
+    record = evaluation_of({"made": [contest]}).stages[2]
     assert [record[name] for name in names] == [low, head["gain"].high, head["added"].value, pytest.approx(10)]
     svg = stage_plot(contest).svg
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))

@@ -1,0 +1,231 @@
+"""An evaluation as a value: every policy and threshold on one trace, chosen on dev, judged on test.
+
+`evaluated` records the trace if need be, replays everything, and returns an `Evaluation`. It prints nothing but
+progress bars and notes on stderr; `evaluation.report.evaluate` prints and writes what it returns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from decode.experiment import Experiment
+from decode.policies.registry import AUTO_TOKEN_PROB
+from evaluation.clock import Report, clock_dataset
+from evaluation.competitor import Arm, Competitor, competes, competitors_with, make_competitor
+from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
+from evaluation.costs.machine import costs_for
+from evaluation.families import LENGTH_HEAD
+from evaluation.gain import Splits
+from evaluation.report.batches import in_batches
+from evaluation.report.conclusion import conclude
+from evaluation.report.stale import contradicted
+from evaluation.report.tables import records_of, stages_of
+from evaluation.report.transfer import source_contests, transfer_records, with_transferred
+from evaluation.report.verdict import Record, record_by_the_clock, record_of, together, verdict_sets
+from evaluation.table import Table, flat
+from evaluation.times import Times
+from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
+from evaluation.traces.recording import trace_folder
+from evaluation.traces.trace import Trace
+from evaluation.tuning.calibration import calibrated_on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What every policy and threshold did on the prompts of some datasets, and which one to use."""
+
+    experiment: Experiment
+    replays: Mapping[str, Replays]
+    """By dataset."""
+    contests: Mapping[str, Sequence[Contest]]
+    """By dataset, at each of the evaluation's times, the first of this machine or as given."""
+    contest: Contest
+    """The contest of the verdict: that of the training set, or over all prompts of several."""
+    arms: Sequence[Arm]
+    """All settings that were replayed for the verdict's contest."""
+    verdict: Record
+    """As verdict.json has it: `sentence`, `policy` as `--policy` takes it, `gain`, `notes` and others."""
+    batches: Sequence[Record] = ()
+    """The rows of batches.csv."""
+    batch_tables: Sequence[Table] = ()
+    clocks: Sequence[Report] = ()
+    """What a clock measured, by dataset."""
+
+    @property
+    def times(self) -> Times:
+        """The evaluation's own times."""
+        return self.contest.times
+
+    @property
+    def best(self) -> Result:
+        """The fastest policy on dev that can be run, at its setting; `.setting`, `.policy`, `.tokens_per_s`."""
+        return self.contest.best
+
+    @property
+    def pooled(self) -> Contest | None:
+        """The verdict's contest, if it is over the prompts of several datasets."""
+        return None if self.contest.dataset in self.contests else self.contest
+
+    @property
+    def all_contests(self) -> list[Contest]:
+        """Those of all datasets at all times, and the pooled one at last."""
+        contests = [*chain(*self.contests.values())]
+        if self.pooled is not None:
+            contests.append(self.pooled)
+        return contests
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """The rows of results.csv."""
+        rows = []
+        for contest in self.all_contests:
+            rows += records_of(contest.results, contest)
+            rows += transfer_records(contest)
+        return rows
+
+    @cached_property
+    def stages(self) -> list[dict[str, Any]]:
+        """The rows of stages.csv."""
+        return [
+            {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
+            for contest in self.all_contests
+            for stage in stages_of(contest)
+        ]
+
+
+def evaluated(
+    experiment: Experiment,
+    *,
+    sizes: Sequence[int] = (),
+    clock: int = 0,
+    repeats: int = 3,
+    transfer_from: str | None = None,
+) -> Evaluation:
+    """Replay every policy and threshold of an experiment on its trace, which is recorded first, if need be.
+
+    Args:
+        experiment: names datasets, policies, heads and times.
+        sizes: of continuous batches, in which every policy is replayed, too.
+        clock: number of test prompts to generate for real and time, as `clocked` does it; 0: none.
+        repeats: number of timed generations per prompt.
+        transfer_from: decode.dir of an evaluation under another sampling; the settings chosen on its first dataset are
+            also judged on every dataset of this one.
+
+    Raises:
+        ValueError: settings, heads, times or a trace that do not fit each other.
+        FileNotFoundError: models, prompts or a recorded trace that do not exist.
+    """
+    evaluation = _replayed(experiment, transfer_from)
+    if sizes:
+        times = [contest.times for contest in next(iter(evaluation.contests.values()))]
+        rows, tables = in_batches(experiment, evaluation.replays, times, sizes)
+        evaluation = replace(evaluation, batches=rows, batch_tables=tables)
+    if clock:
+        evaluation = clocked(evaluation, num_prompts=clock, repeats=repeats)
+    return evaluation
+
+
+def clocked(evaluation: Evaluation, *, num_prompts: int, repeats: int) -> Evaluation:
+    """The evaluation with times of real generations: of every family at its best setting, in turns, on the first test
+    prompts of each dataset. The verdict follows the clocked gains where they contradict the predicted ones.
+
+    Raises:
+        ValueError: no response of a dataset is decoded as it was replayed.
+    """
+    experiment = evaluation.experiment
+    clocks = []
+    for dataset, replays in evaluation.replays.items():
+        contest = evaluation.contests[dataset][0]
+        test = replays.traces.test
+        clocks.append(clock_dataset(experiment, contest, test, num_prompts=num_prompts, repeats=repeats))
+    verdict = evaluation.verdict
+    report = next(filter(contradicted, clocks), None)
+    if report is not None:
+        verdict = record_by_the_clock(evaluation.contests[report["dataset"]][0], report, experiment)
+    return replace(evaluation, clocks=clocks, verdict=verdict)
+
+
+def _replayed(experiment: Experiment, transfer_from: str | None) -> Evaluation:
+    """The evaluation without batches and clock."""
+    competitors = competitors_with(experiment, experiment.heads)
+    folder = trace_folder(experiment)
+    folder.refuse_other()
+    every_times = costs_for(experiment).at_ratios(experiment.decode.ratios)
+    sources = source_contests(transfer_from, experiment, competitors, every_times) if transfer_from else {}
+    folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
+    traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
+    competitors = _competitors_on(traces, experiment)
+    replays = {
+        dataset: replay_dataset(
+            of_dataset,
+            competitors,
+            perfect_head=experiment.decode.perfect_head,
+            name=dataset,
+            has_token_rule=competes(AUTO_TOKEN_PROB, experiment),
+        )
+        for dataset, of_dataset in traces.items()
+    }
+    contests = {dataset: hold_each(of, every_times, dataset=dataset) for dataset, of in replays.items()}
+    contests = transferred_between(contests, experiment, replays, sources)
+    contest, arms = contest_of_verdict(experiment, replays, contests)
+    return Evaluation(
+        experiment=experiment,
+        replays=replays,
+        contests=contests,
+        contest=contest,
+        arms=arms,
+        verdict=record_of(conclude(contest, arms), experiment),
+    )
+
+
+def _competitors_on(traces: Mapping[str, Splits[Trace]], experiment: Experiment) -> list[Competitor]:
+    """All competitors, with those that are fitted to the dev prompts of the first dataset: heads of other samplings,
+    and the length head of a draft of blocks, whose predictions become signals of the traces.
+    """
+    dev = next(iter(traces.values())).dev
+    competitors = competitors_with(experiment, {**experiment.heads, **calibrated_on(dev, experiment.heads)})
+    length_head = fit_length(dev)
+    if length_head is not None:
+        for trace in chain(*traces.values()):
+            predict_length(trace, length_head)
+        grid = {"extra": np.linspace(-3, dev.longest.max(), 41).tolist()}
+        competitors.append(make_competitor(LENGTH_HEAD, LENGTH_HEAD, grid, kind=PredictedLength))
+    return competitors
+
+
+def transferred_between(
+    contests: Mapping[str, Sequence[Contest]],
+    experiment: Experiment,
+    replays: Mapping[str, Replays],
+    sources: Mapping[str, Contest],
+) -> dict[str, list[Contest]]:
+    """The contests of each dataset, with the choices of `sources` (title of times -> contest); without any, sets that
+    no head was trained on have the choices of the first dataset.
+    """
+    first, *_ = contests.values()
+    own_sources = {contest.times.title: contest for contest in first}
+    result = {}
+    for dataset, of_dataset in contests.items():
+        result[dataset] = list(of_dataset)
+        if sources or not (of_dataset is first or experiment.is_training_set(dataset)):
+            for number, contest in enumerate(of_dataset):
+                source = (sources or own_sources)[contest.times.title]
+                result[dataset][number] = with_transferred(contest, source, replays[dataset])
+    return result
+
+
+def contest_of_verdict(
+    experiment: Experiment, replays: Mapping[str, Replays], contests: Mapping[str, Sequence[Contest]]
+) -> tuple[Contest, Sequence[Arm]]:
+    """The contest of the training sets at the evaluation's own times, and its arms: one dataset's, or one over all
+    prompts of several.
+    """
+    names = verdict_sets(experiment)
+    own = contests[names[0]][0]
+    if len(names) == 1:
+        return own, replays[names[0]].arms
+    return together({name: replays[name] for name in names}, own.times)
