@@ -6,7 +6,8 @@
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
 Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
-A command first compares its shards with their sidecars (`check_sums`), to report corruption at the start.
+A command first compares its shards with their sidecars (`check_sums`), to report corruption at the start. Large shards
+are read only if they changed since an earlier process read them (`store.facts`).
 """
 
 import errno
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from configs.paths import check_local
+from store.facts import FileFacts
 from store.json_files import read_json
 from store.lock import only_writer
 from store.progress import Bar
@@ -133,8 +135,10 @@ def is_whole(path: Path) -> bool:
     return path.is_file() and sidecar_path(path).is_file() and path.stat().st_size == read_sidecar(path)["bytes"]
 
 
-def verify_shard(path: Path, *, command: str = "data") -> None:
-    """Raise ValueError unless a shard matches its sidecar; `command` of `acceptance-heads` makes it, for messages."""
+def verify_shard(path: Path, *, command: str = "data", known: FileFacts | None = None) -> None:
+    """Raise ValueError unless a shard matches its sidecar; `command` of `acceptance-heads` makes it, for messages. The
+    sum of a file that has not changed since it was read is taken from `known`.
+    """
     again = f"run `acceptance-heads {command}` again"
     if not path.is_file():
         raise ValueError(f"{path} is missing; {again}")
@@ -143,7 +147,8 @@ def verify_shard(path: Path, *, command: str = "data") -> None:
     facts = read_sidecar(path)
     if (size := path.stat().st_size) != facts["bytes"]:
         raise ValueError(f"{path} is truncated: it has {size:,} bytes instead of {facts['bytes']:,}; {again}")
-    if sha256_of(path) != facts["sha256"]:
+    sha256 = known.fact(path, "sha256", sha256_of) if known else _read_sha256(path)
+    if sha256 != facts["sha256"]:
         raise ValueError(f"{path} is corrupted: its sha256 differs from its sidecar's; delete it and that, and {again}")
     if facts.get("shard", path.stem) != path.stem:
         raise ValueError(f"{path} was written as {facts['shard']} and renamed; delete both and {again}")
@@ -157,6 +162,10 @@ def sha256_of(path: Path) -> str:
 
 @cache
 def _sha256(path: Path, *_stat: int) -> str:
+    return _read_sha256(path)
+
+
+def _read_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -190,14 +199,32 @@ def check_sums(paths: Sequence[Path], **settings: Any) -> None:
 
 
 def broken_shards(
-    paths: Sequence[Path], *, command: str = "data", check: Callable[[Path], None] = lambda path: None
+    paths: Sequence[Path],
+    *,
+    command: str = "data",
+    check: Callable[[Path], None] | None = None,
+    fact: str | None = None,
+    reads_all: bool = False,
 ) -> Iterator[tuple[Path, str]]:
-    """Each shard that `verify_shard` or `check` refuses by a ValueError, in order, with the message."""
+    """Each shard that `verify_shard` or `check` refuses by a ValueError, in order, with the message.
+
+    Large shards that passed in an earlier process and did not change since are not read, unless `reads_all`; that they
+    passed `check` is remembered under the name `fact`, if it has one.
+    """
+    known = None if reads_all else FileFacts()
+
+    def passed(path: Path) -> str:
+        if check is not None:
+            check(path)
+        return "passed"
 
     def problem_of(path: Path) -> str | None:
         try:
-            verify_shard(path, command=command)
-            check(path)
+            verify_shard(path, command=command, known=known)
+            if known is not None and fact is not None:
+                known.fact(path, fact, passed)
+            else:
+                passed(path)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -216,6 +243,8 @@ def broken_shards(
                     yield path, problem
     finally:
         pool.shutdown(cancel_futures=True)
+        if known is not None:
+            known.save()
 
 
 def forget_broken(paths: Iterable[Path]) -> None:

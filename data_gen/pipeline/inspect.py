@@ -28,7 +28,7 @@ def check(config: Config) -> None:
     """Run `acceptance-heads check`; `configs.making` documents its flags."""
     directory = Path(config.data.dir)
     missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
-    problems = dict(broken_shards(paths))
+    problems = dict(broken_shards(paths, reads_all=True))
     problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]

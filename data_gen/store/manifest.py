@@ -15,14 +15,13 @@ A model is identified without loading it: a hub model by its commit, a local one
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,12 @@ from lm.draws import GENERATOR
 from lm.features.released import MTP, commit_of, released_layout_of, width_of, without_mtp
 from lm.folders import refuse_no_model
 from lm.pair import repository_of
+from store.facts import FileFacts
 from store.json_files import read_json
 from store.shards import sha256_of, write_atomic
 
 Manifest = Mapping[str, Any]
 """What manifest.json holds, or part of it."""
-_LARGE_BYTES = 2**26
-"""Minimum size of a file for which hashes are cached."""
 _SLOW_BYTES = 2**32
 """Minimum size of files whose hashing is announced."""
 IGNORED_KEYS = ("transformers_version", "_name_or_path")
@@ -92,25 +90,16 @@ def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | No
 
 
 def _weights(folder: Path) -> str:
-    """The hash of all weights; that of a large file is cached under its path, size and modification time."""
+    """The hash of all weights; those of large files are remembered (`store.facts`)."""
     paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
-    names = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths]
-    # expanduser returns "~" as it is where no home directory is known, as in some containers: then nothing is cached
-    home = os.path.expanduser("~")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"), "acceptance-heads", "sha256.json")
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError):  # missing or unreadable: hash everything again
-        known = dict(json.loads(cache.read_text(encoding="utf-8")))
-    new = {name: path for name, path in zip(names, paths, strict=True) if name not in known}
-    num_bytes = sum(path.stat().st_size for path in new.values())
+    known = FileFacts()
+    num_bytes = sum(path.stat().st_size for path in paths if not known.has(path, "sha256"))
     if num_bytes >= _SLOW_BYTES:
         print(f"{folder}: hashing {num_bytes / 1e9:,.0f} GB of weights (only once)", file=sys.stderr, flush=True)
     with ThreadPoolExecutor() as pool:
-        known |= zip(new, pool.map(sha256_of, new.values()), strict=True)
-    if cache.is_absolute() and any(path.stat().st_size >= _LARGE_BYTES for path in new.values()):
-        with suppress(OSError, ValueError):  # the cache cannot be written: hash again next time
-            write_atomic(cache, json.dumps(known, indent=0).encode())
-    lines = [f"{path.name} {known[name]}" for path, name in zip(paths, names, strict=True)]
+        sums = list(pool.map(partial(known.fact, name="sha256", read=sha256_of), paths))
+    known.save()
+    lines = [f"{path.name} {sha256}" for path, sha256 in zip(paths, sums, strict=True)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -65,7 +65,8 @@ class FeatureData(pl.LightningDataModule):
         if is_first_process():  # the others start later, or wait for it
             shards = [of_shard for of_split in paths.values() for of_shard in of_split]
             check = partial(check_numbers, columns=self.columns, width=self.hidden_size)
-            check_sums([path for of_shard in shards for path in of_shard.values()], check=check)
+            fact = f"finite {' '.join(self.columns)} {self.hidden_size}"
+            check_sums([path for of_shard in shards for path in of_shard.values()], check=check, fact=fact)
             if "logit_token_prob" in self.columns and not has_exact_logits(paths["train"][0]["labels"]):
                 print(
                     f"warning: {data.dir} was made by version 0.2.0 or earlier: logit q(y) is computed from log q(y), "

@@ -29,6 +29,7 @@ import torch
 from configs.schema import Config, HeadsConfig
 from data_gen.store.manifest import digest, read_manifest
 from heads.batches.module import is_first_process
+from store.facts import FileFacts
 from store.json_files import read_json
 from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
@@ -93,14 +94,13 @@ class RunDirectory:
 
 
 def run_of(path: Path) -> str:
-    """The name of the run that wrote a checkpoint; ValueError if it is truncated, corrupted, or not of a sweep."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            if broken := file.testzip():
-                raise zipfile.BadZipFile(f"in {broken}")
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        remedy = "delete it, or pass --resume false, to start over"
-        raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
+    """The name of the run that wrote a checkpoint; ValueError if it is not of a sweep, or, in the process that compares
+    its sums (rank 0), truncated or corrupted.
+    """
+    if is_first_process():
+        known = FileFacts()
+        known.fact(path, "crc", _whole_zip)
+        known.save()
     try:
         facts = torch.load(path, mmap=True, weights_only=True, map_location="cpu")["hyper_parameters"]["facts"]
         run: str = facts["run"]
@@ -112,6 +112,18 @@ def run_of(path: Path) -> str:
         problem = f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars"
         raise ValueError(f"{problem}; export its heads with that version, or {_START_OVER}")
     return run
+
+
+def _whole_zip(path: Path) -> str:
+    """Raise ValueError unless every entry of a checkpoint has its CRC-32."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if broken := file.testzip():
+                raise zipfile.BadZipFile(f"in {broken}")
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
+        remedy = "delete it, or pass --resume false, to start over"
+        raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
+    return "whole"
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,8 @@ from data_gen.stats import stats
 from data_gen.store import manifest
 from data_gen.store.manifest import describe_model, same_model
 from data_gen.store.rows import POSITION_COLUMNS, read_rows, to_parquet
-from store import shards
+from store import facts, shards
+from store.facts import FileFacts
 from store.lock import LOCK, only_writer
 from store.shards import broken_shards, check_sums, clean_partial, shard_path, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip, with_data
@@ -193,10 +194,10 @@ def test_an_unreadable_shard_is_named_among_the_others(tmp_path, monkeypatch):
     flip(paths[2])
     verify = shards.verify_shard
 
-    def failing(path: Path, *, command: str) -> None:
+    def failing(path: Path, *, command: str, known: FileFacts | None) -> None:
         if path == paths[1]:
             raise OSError(5, "Input/output error", str(path))
-        verify(path, command=command)
+        verify(path, command=command, known=known)
 
     monkeypatch.setattr(shards, "verify_shard", failing)
     problems = dict(broken_shards(paths))
@@ -225,7 +226,8 @@ def test_numbers_keep_the_stated_precision_and_ids_are_exact(tmp_path):
 def model(tmp_path, monkeypatch) -> tuple[ModelSource, Callable[[], None]]:
     """A directory with 4 MiB of weights, and a function that changes one number in their middle."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(manifest, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(facts, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(facts, "_SETTLED_NS", 0)
     LlamaConfig(hidden_size=64).save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     save_file({"weight": torch.zeros(2**20)}, path)
@@ -250,7 +252,7 @@ def test_one_changed_weight_anywhere_is_another_model_and_a_large_file_is_hashed
     assert same_model(before, after) is False
     assert same_model({"weights": after["weights"]}, after) is True
     assert same_model({"commit": None}, after) is None
-    (tmp_path / "cache" / "acceptance-heads" / "sha256.json").write_text("{")
+    (tmp_path / "cache" / "acceptance-heads" / "files.json").write_text("{")
     assert describe_model(source) == after, "a broken cache is only slower"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model" / "config.json"))
     assert describe_model(source) == after, "so is a home that cannot be written to"

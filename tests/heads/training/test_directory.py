@@ -11,15 +11,17 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import Config
 from heads.batches.module import is_first_process
 from heads.command import export, load_sweep
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
-from heads.training.directory import RunDirectory
+from heads.training.directory import RunDirectory, run_of
 from heads.training.sweep import Sweep
 from heads.training.trainer import WholeCheckpoints
+from store import facts
 from tests.toys.made_up import make_config
 
 ONE = {"max_epochs": 1}
@@ -157,3 +159,17 @@ def test_a_broken_checkpoint_is_refused_and_named(copied: Config, directory):
         with pytest.raises(ValueError, match=r"of version 0\.2\.0 or earlier.*pass --resume false to start over"):
             use()
     assert directory.prepare(copied, resume=False)[1] is None
+
+
+@pytest.mark.parametrize(("rank", "num_reads"), [(0, 1), (1, 0)])
+def test_one_rank_compares_the_sums_of_a_checkpoint_once_per_change(rank, num_reads, copied, directory, monkeypatch):
+    for name in ("_LARGE_BYTES", "_SETTLED_NS"):
+        monkeypatch.setattr(facts, name, 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory.path / "cache"))
+    monkeypatch.setattr(rank_zero_only, "rank", rank, raising=False)
+    compared = []
+    testzip = ZipFile.testzip
+    monkeypatch.setattr(ZipFile, "testzip", lambda file: compared.append(file.filename) or testzip(file))
+    names = {run_of(directory.checkpoint) for _ in range(2)}
+    assert names == {directory.read()["run"]}
+    assert len(compared) == num_reads
