@@ -36,6 +36,7 @@ _TIMED = (
     "heads/model",
     "decode",
     "evaluation/turns.py",
+    "evaluation/sources",
     "evaluation/costs/measure.py",
     "evaluation/costs/stops.py",
     "evaluation/bench/arms.py",

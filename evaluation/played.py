@@ -1,12 +1,13 @@
 """What a competitor did on the prompts of one split: counts, which times turn into seconds (law 4.9)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int, Num
+from jaxtyping import Float, Int, Num
 
 from decode.loop.rounds import Counts
+from evaluation.gain import Throughput
 
 Array = np.ndarray
 
@@ -25,6 +26,19 @@ class Played:
     """`Policy.stop_kind`."""
     micro_stop_kind: str = ""
     """That of the level below the draft, in a hierarchy."""
+    seconds: Mapping[str, Float[Array, "setting row"]] | None = None
+    """On a clock: `whole_s` of the generation, `first_token_s`, and the sums over rounds `drafting_s` and `verifying_s`
+    (`evaluation.sources.clock`); None of a replay.
+    """
+    later: "Played | None" = None
+    """On a clock: the same without the rounds that read the prompts."""
+
+    @property
+    def throughput(self) -> Throughput:
+        """Tokens and clocked seconds of every setting on every prompt; ValueError of a replay, which has no clock."""
+        if self.seconds is None:
+            raise ValueError("a replay has no seconds; times turn its counts into them (`Times.throughput`)")
+        return Throughput(self.per_prompt(self.counts.num_emitted), self.per_prompt(self.seconds["whole_s"]))
 
     def select(
         self, settings: Sequence[int] | Int[Array, " some_settings"], rows: Sequence[int] | None = None
@@ -34,7 +48,12 @@ class Played:
         at = np.ix_(np.asarray(settings, dtype=int), np.asarray(all_rows if rows is None else rows, dtype=int))
         counts = {name: values[at] for name, values in self._counted()}
         return replace(
-            self, counts=Counts(**counts), lengths=self.lengths[at], prompt_of_row=self.prompt_of_row[at[1][0]]
+            self,
+            counts=Counts(**counts),
+            lengths=self.lengths[at],
+            prompt_of_row=self.prompt_of_row[at[1][0]],
+            seconds=self.seconds and {name: part[at] for name, part in self.seconds.items()},
+            later=self.later and self.later.select(settings, rows),
         )
 
     def total(self, setting: int = 0) -> Counts:
@@ -57,5 +76,23 @@ def joined(every: Sequence[Played]) -> Played:
     counts = {name: np.concatenate([getattr(part.counts, name) for part in every], axis=1) for name in names}
     firsts = np.cumsum([0, *(int(part.prompt_of_row.max()) + 1 for part in every)])
     prompts = [first + part.prompt_of_row for first, part in zip(firsts, every, strict=False)]
-    lengths = np.concatenate([part.lengths for part in every], axis=1)
-    return replace(every[0], counts=Counts(**counts), lengths=lengths, prompt_of_row=np.concatenate(prompts))
+    clocked = [part.seconds for part in every if part.seconds is not None]
+    seconds = {}
+    for name in clocked[0] if clocked else ():
+        seconds[name] = np.concatenate([part[name] for part in clocked], axis=1)
+    later = [part.later for part in every if part.later is not None]
+    return replace(
+        every[0],
+        counts=Counts(**counts),
+        lengths=_side_by_side([part.lengths for part in every]),
+        prompt_of_row=np.concatenate(prompts),
+        seconds=seconds or None,
+        later=joined(later) if later else None,
+    )
+
+
+def _side_by_side(every: Sequence[Int[Array, "setting _ _"]]) -> Int[Array, "setting row lengths"]:
+    """Rows one after the other; traces may differ in the longest draft."""
+    longest = max(lengths.shape[-1] for lengths in every)
+    padded = [np.pad(lengths, ((0, 0), (0, 0), (0, longest - lengths.shape[-1]))) for lengths in every]
+    return np.concatenate(padded, axis=1)

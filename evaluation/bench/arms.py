@@ -1,7 +1,7 @@
 """Ways of answering the same prompts on a clock: our loop, and transformers' assisted generation under its schedules.
 
-EOS is switched off in all, so that they write the same number of tokens, unless a text may end there. A time is wall
-clock around a whole generation, prompt included. Every policy of ours starts a prompt from the same seed. transformers'
+EOS is switched off in all, so that they write the same number of tokens, unless a text may end there. Seconds are those
+of `evaluation.sources.clock`, prompt included. Every policy of ours starts a prompt from the same seed. transformers'
 schedules are those that its documentation names:
 
     default       `generate(assistant_model=…)` where nothing is set: drafts of up to 20 tokens that end where the draft
@@ -15,7 +15,7 @@ A schedule keeps what it has learnt from prompt to prompt, as it would for its u
 `generate` as they are; transformers itself then applies them to the draft twice, when drawing and when verifying.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from transformers.utils import is_sklearn_available, logging
 
 from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.rounds import Counts
+from evaluation.sources.clock import Clocked, clock_generation
 from lm import Pair, Sampling
 
 DEFAULT, HEURISTIC, CONSTANT = "transformers: default", "transformers: heuristic", "transformers: constant"
@@ -33,26 +35,36 @@ UNASSISTED = "transformers: no assistant"
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
-Timed = Callable[[list[int], int], tuple[int, float]]
-"""Generates from a prompt and a seed; returns its number of tokens and its seconds."""
+Arm = Callable[[tuple[list[int], int]], Clocked]
+"""Generates from a prompt and a seed, on the clock."""
 
 
-def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Timed:
-    """Generations of our loop, timed."""
+class _FirstToken:
+    """A streamer of transformers that notes when the first new token is there."""
 
-    def written(prompt: list[int], seed: int) -> tuple[int, float]:
-        generator = torch.Generator().manual_seed(seed)
-        started_s = perf_counter()
-        generation = decoder.generate(prompt, num_tokens, generator=generator)
-        return len(generation.token_ids), perf_counter() - started_s
+    at_s = 0.0
+
+    def __init__(self) -> None:
+        self._num_put = 0
+
+    def put(self, _: torch.Tensor) -> None:
+        self._num_put += 1
+        if self._num_put == 2:  # the first is the prompt
+            self.at_s = perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Arm:
+    """Generations of our loop."""
+
+    def written(request: tuple[list[int], int]) -> Clocked:
+        prompt, seed = request
+        run, _ = clock_generation(decoder, prompt, num_tokens, draws=torch.Generator().manual_seed(seed))
+        return run
 
     return written
-
-
-def warm_up(arms: Mapping[str, Timed], prompts: Sequence[list[int]]) -> None:
-    """One turn that is not measured."""
-    for timed in arms.values():
-        timed(prompts[0], len(prompts))
 
 
 def constant(k: int) -> dict[str, Any]:
@@ -75,8 +87,8 @@ def assisted(
     *,
     assistant: PreTrainedModel | None = None,
     ends_at_eos: bool = False,
-) -> Timed:
-    """Assisted generations, timed.
+) -> Arm:
+    """Assisted generations.
 
     Args:
         pair: draft and target.
@@ -88,27 +100,37 @@ def assisted(
         ends_at_eos: a generation ends at the target's EOS.
     """
     drafts = None if changes is None else assistant or pair.draft
-    helper = {} if drafts is None else {"assistant_model": drafts}
-    warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-    generation: dict[str, Any] = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **warpers}
+    helper: dict[str, Any] = {} if drafts is None else {"assistant_model": drafts}
+    helper |= _sampling_settings(sampling)
     settings = dict(changes or {})
 
-    def written(prompt: list[int], seed: int) -> tuple[int, float]:
+    def written(request: tuple[list[int], int]) -> Clocked:
+        prompt, seed = request
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=pair.target.device)
+        streamer = _FirstToken()
         with _set(pair.target, drafts, settings, ends_at_eos=ends_at_eos):
             started_s = perf_counter()
             output = pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **helper, **generation
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, streamer=streamer, **helper
             )  # type: ignore[operator]
-            seconds = perf_counter() - started_s
+            whole_s = perf_counter() - started_s
             if drafts is not None:
                 settings.update({name: getattr(drafts.generation_config, name) for name in _LEARNT})
         num_written = output.shape[1] - len(prompt)
         assert ends_at_eos or num_written == num_tokens, "every arm writes the same number of tokens"
-        return num_written, seconds
+        counts = Counts(num_emitted=num_written)
+        return Clocked(counts=counts, whole_s=whole_s, first_token_s=streamer.at_s - started_s)
 
     return written
+
+
+def _sampling_settings(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `generate` for a sampling."""
+    if sampling.is_greedy:
+        return {"do_sample": False}
+    warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
+    return {"do_sample": True, **warpers}
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
-from evaluation.bench.race import Race, RaceTerms
-from evaluation.bench.results import Cell, cell_of, cell_table, gain_tables, in_json, verdict_of
+from evaluation.bench.race import Race
+from evaluation.bench.results import Cell, cell_table, gain_tables, in_json, verdict_of
 from evaluation.costs.measure import Loop
 from evaluation.table import announce, printing, say
 
@@ -49,8 +49,8 @@ def bench(
     document: dict[str, Any] = {"where": where(config), **counts}
     with printing(json) as publish:
         if sizes is None:
-            terms = RaceTerms(num_prompts, num_tokens, policies, families, constants, race)
-            document["cells"] = _raced(Race(config, terms), samplings)
+            chosen = Race(config, race, policies=policies, families=families, constants=constants, **counts)
+            document["cells"] = _raced(chosen, samplings)
         else:
             document |= _in_batches(Experiment(config), sizes, policies, lengths=lengths, **counts)
         publish(document)
@@ -60,9 +60,9 @@ def bench(
 def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
     cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
-    for stored in race.cells(samplings):
-        cells.append(cell_of(stored))
-        cell_table(cells[-1]).print(_WIDTH)
+    for cell in race.cells(samplings):
+        cells.append(cell)
+        cell_table(cell).print(_WIDTH)
     for table in gain_tables(cells) if len(cells) > 1 else ():
         table.print(_WIDTH)
     announce([race.path])

@@ -1,8 +1,8 @@
 """Every policy family and every schedule of transformers in turns, one cell per dataset and sampling.
 
-DIR/bench.jsonl holds a row for each prompt, the tokens and seconds of every arm, and each finished cell with its key.
-An interrupted race resumes with its next row; only what transformers' schedules had learnt is lost. Two processes may
-run different cells of one race.
+DIR/bench.jsonl holds what every arm did on each prompt (`evaluation.sources.clock`), and the arms of each finished cell
+with its key. An interrupted race resumes with its next prompt; only what transformers' schedules had learnt is lost.
+Two processes may run different cells of one race.
 
 Policies run as they were named, or each family at its setting that is fastest on dev at the times of the pair: heads
 and `auto` on the dev prompts of the first dataset, all others on those of the raced dataset, which favours the others.
@@ -12,10 +12,11 @@ the tables say so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property
+from json import dumps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -26,23 +27,23 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
-from evaluation.bench.arms import Timed, generations_of, warm_up
-from evaluation.competitor import competitors_with
-from evaluation.contest import Result, hold, replay_dataset
+from evaluation.bench.arms import generations_of
+from evaluation.bench.results import OTHER_SAMPLING, Cell, competitor, contest_of
+from evaluation.competitor import Competitor, competitors_with
+from evaluation.contest import Contest, Result, hold, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, BOUNDS
 from evaluation.families import family as family_named
 from evaluation.gain import Splits
 from evaluation.keys import class_key, head_key, machine_key, models_key, policy_key, prompts_key
+from evaluation.sources.clock import StoredRuns, clock_in_turns
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import is_of_other_sampling
-from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 from lm import Sampling, load_model, model_config
 from store.json_files import KeyedStore
-from store.progress import Bar
 
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0),
@@ -62,56 +63,49 @@ _NO_PART |= {
     "verify_shares",
 }
 """Settings of `decode` that do not decide what dev chooses, or that a key has in another form."""
-Row = dict[str, list[Any]]
-"""Arm -> its tokens and seconds on one prompt."""
-
-
-@dataclass(frozen=True)
-class RaceTerms:
-    """Terms that all cells of a race share."""
-
-    num_prompts: int
-    num_tokens: int
-    policies: tuple[str, ...]
-    families: tuple[str, ...]
-    constants: tuple[int, ...]
-    rules: RaceRules
-
-
-class RaceArm(NamedTuple):
-    """What a cell keeps of a competitor, and its generations."""
-
-    family: str
-    setting: str
-    timed: Timed
-    of_other_sampling: bool = False
-    """One of its heads was trained under another sampling."""
-    on_dev: float | None = None
 
 
 class Race:
     """The race's cells of one config, stored between runs."""
 
-    def __init__(self, config: Config, terms: RaceTerms) -> None:
-        """Raises:
-        ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
-        FileNotFoundError: no head or assistant at that path.
+    def __init__(
+        self,
+        config: Config,
+        rules: RaceRules,
+        *,
+        num_prompts: int,
+        num_tokens: int,
+        policies: tuple[str, ...] = (),
+        families: tuple[str, ...] = (),
+        constants: tuple[int, ...] = (),
+    ) -> None:
+        """Arguments as `evaluation.bench.command.bench` has them.
+
+        Raises:
+            ValueError: an unknown policy, a head that does not fit, no fixed length among named policies.
+            FileNotFoundError: no head or assistant at that path.
         """
-        self._config, self._terms = config, terms
+        self._config = config
+        self._rules = rules
+        self._num_prompts = num_prompts
+        self._num_tokens = num_tokens
+        self._policies = policies
+        self._families = families
+        self._constants = constants
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
         # made here, so that heads and custom policies are checked before anything is measured
-        self._named = [self.experiment.policy(spec) for spec in terms.policies]
+        self._named = [self.experiment.policy(spec) for spec in policies]
         self._checked = self._named or self.experiment.heads
         for name in config.decode.policies:
             registered(name)
-        if self._named and BASELINE not in map(_family_of, terms.policies):
+        if self._named and BASELINE not in map(_family_of, policies):
             raise ValueError(
-                f"--policies names {', '.join(terms.policies)}, and gains are measured from a fixed length; name one, "
+                f"--policies names {', '.join(policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
         self._assistant_source: ModelSource | None = None
-        if (path := terms.rules.assistant) is not None:
+        if (path := rules.assistant) is not None:
             if not self.experiment.has_feature_draft:
                 raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
             self._assistant_source = ModelSource(path=path, dtype=config.pair.target.dtype)
@@ -126,23 +120,42 @@ class Race:
     def _times(self) -> Times:
         return costs_for(self.experiment)
 
-    def cells(self, samplings: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """One record per dataset and sampling, each as soon as it is there.
+    def cells(self, samplings: Sequence[str]) -> Iterator[Cell]:
+        """One cell per dataset and sampling, each as soon as it is there.
 
         Raises:
             ValueError: an unknown dataset.
         """
-        known, datasets = list(self.experiment.datasets), self._terms.rules.datasets
+        known, datasets = list(self.experiment.datasets), self._rules.datasets
         if unknown := [name for name in datasets if name not in known]:
             raise ValueError(f"--race.datasets names {unknown[0]!r}; decode.datasets are {', '.join(known)}")
         for dataset in datasets or known[:1]:
             for sampling in samplings:
-                key = self.key(dataset, sampling)
-                cell = self._store.get(key)
-                if cell is None:
-                    cell = self._measured(dataset, sampling, key)
-                    self._store.keep([(key, cell)])
-                yield cell
+                yield self._cell(dataset, sampling)
+
+    def _cell(self, dataset: str, sampling: str) -> Cell:
+        """A cell, from the store where it is finished."""
+        key = self.key(dataset, sampling)
+        contest = self._finished(dataset, key)
+        if contest is None:
+            contest = self._measured(dataset, sampling, key)
+            arms = {
+                name: {
+                    "family": result.family,
+                    "setting": result.competitor.name,
+                    "version": result.competitor.version,
+                    "on_dev": result.on_dev,
+                }
+                for name, result in contest.results.items()
+            }
+            self._store.keep([(key, {"arms": arms})])
+        return Cell(
+            contest=contest,
+            sampling=sampling,
+            num_tokens=self._num_tokens,
+            run=self._rules.run,
+            default_schedule=ways.about_default(),
+        )
 
     def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
@@ -151,9 +164,9 @@ class Race:
             "kind": "cell",
             "dataset": dataset,
             "sampling": sampling,
-            "terms": asdict(replace(self._terms, rules=replace(self._terms.rules, datasets=()))),
+            "terms": self._terms(),
             "law": self._samplings[sampling].as_dict(),
-            "prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._terms.num_prompts)),
+            "prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._num_prompts)),
             "models": models_key(experiment, "target", "draft"),
             "assistant": self._assistant_source and describe_model(self._assistant_source),
             "default_schedule": ways.about_default(),
@@ -170,60 +183,102 @@ class Race:
             "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in self._deciding(dataset)],
         }
 
-    def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> dict[str, Any]:
-        arms, terms, times = self._arms(dataset, sampling), self._terms, self._times
-        settings = [(name, arm.setting) for name, arm in arms.items()]
-        rows = measured_rows(
-            self._store,
-            digest(repr((sorted(key.items(), key=str), settings))),
-            {name: arm.timed for name, arm in arms.items()},
-            self.experiment.prompt_ids(dataset, "test", num=terms.num_prompts),
-            run=terms.rules.run,
+    def _finished(self, dataset: str, key: Mapping[str, Any]) -> Contest | None:
+        """A stored cell's contest; None unless all of its generations are there."""
+        stored = self._store.get(key)
+        if stored is None:
+            return None
+        arms: Mapping[str, dict[str, Any]] = stored["arms"]
+        competitors = {
+            name: competitor(arm["family"], arm["setting"], version=arm["version"]) for name, arm in arms.items()
+        }
+        rows = StoredRuns(self._store, _run_of(key, competitors)).load()
+        names = self._requests(dataset)
+        if not rows.keys() >= names.keys():
+            return None  # a line was deleted
+        runs = {arm: [rows[name][arm] for name in names] for arm in arms}
+        on_dev = {name: arm["on_dev"] for name, arm in arms.items()}
+        return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
+
+    def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> Contest:
+        """A cell's contest on the clock; what is in the store is not decoded again."""
+        arms = self._arms(dataset, sampling)
+        competitors = {name: entry for name, (_, entry) in arms.items()}
+        requests = self._requests(dataset)
+        prompt, _ = next(iter(requests.values()))
+        runs = clock_in_turns(
+            {name: run for name, (run, _) in arms.items()},
+            requests,
             desc=f"bench: {dataset}, {sampling}",
+            store=StoredRuns(self._store, _run_of(key, competitors)),
+            warm_up=(prompt, len(requests)),
         )
-        cell_arms = []
-        for name, arm in arms.items():
-            tokens, seconds = zip(*(row[name] for row in rows), strict=True)
-            facts = {fact: value for fact, value in arm._asdict().items() if fact != "timed"}
-            cell_arms.append(facts | {"tokens": list(tokens), "seconds": list(seconds)})
+        best = {} if self._named else self.best_arms(dataset, sampling)
+        on_dev = {name: result.on_dev for name, result in best.items()}
+        return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
+
+    def _terms(self) -> dict[str, Any]:
+        """The arguments that decide what every cell clocks."""
         return {
-            "dataset": dataset,
-            "sampling": sampling,
-            "times": {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin},
-            "num_tokens": terms.num_tokens,
-            "run": terms.rules.run,
-            "default_schedule": ways.about_default(),
-            "arms": cell_arms,
+            "num_prompts": self._num_prompts,
+            "num_tokens": self._num_tokens,
+            "policies": self._policies,
+            "families": self._families,
+            "constants": self._constants,
+            "rules": asdict(replace(self._rules, datasets=())),
         }
 
-    def _arms(self, dataset: str, sampling_name: str) -> dict[str, RaceArm]:
-        """Every arm of a cell by a unique name."""
-        sampling, terms, experiment = self._samplings[sampling_name], self._terms, self.experiment
-        num_tokens, ends_at_eos = terms.num_tokens, not terms.rules.ignore_eos
-        named = dict(zip(terms.policies, self._named, strict=True))
-        best = {} if named else self.best_arms(dataset, sampling_name)
-        loop = Loop.of(experiment, sampling=sampling, max_new_tokens=num_tokens, ends_at_eos=ends_at_eos)
+    def _requests(self, dataset: str) -> dict[str, tuple[list[int], int]]:
+        """The test prompts by number, each with the seed of all arms."""
+        prompts = self.experiment.prompt_ids(dataset, "test", num=self._num_prompts)
+        first_seed = self._rules.run * len(prompts)
+        return {str(number): (ids, first_seed + number) for number, ids in enumerate(prompts)}
 
-        def ours(family: str, setting: str, policy: Policy, on_dev: float | None = None) -> RaceArm:
-            timed = generations_of(loop.decoder(policy), num_tokens)
-            heads = (head for head in policy.heads if isinstance(head, AcceptanceHead))
-            return RaceArm(family, setting, timed, any(is_of_other_sampling(head, sampling) for head in heads), on_dev)
+    def _arms(self, dataset: str, sampling_name: str) -> dict[str, tuple[ways.Arm, Competitor]]:
+        """Every arm of a cell by a unique name."""
+        sampling = self._samplings[sampling_name]
+        named = dict(zip(self._policies, self._named, strict=True))
+        best = {} if named else self.best_arms(dataset, sampling_name)
+        loop = Loop.of(
+            self.experiment,
+            sampling=sampling,
+            max_new_tokens=self._num_tokens,
+            ends_at_eos=not self._rules.ignore_eos,
+        )
+
+        def ours(family: str, setting: str, policy: Policy) -> tuple[ways.Arm, Competitor]:
+            heads = [head for head in policy.heads if isinstance(head, AcceptanceHead)]
+            is_foreign = any(is_of_other_sampling(head, sampling) for head in heads)
+            version = OTHER_SAMPLING if is_foreign else ""
+            run = generations_of(loop.decoder(policy), self._num_tokens)
+            return run, competitor(family, setting, version=version)
 
         arms = {ALONE: ours(ALONE, "-", FixedLength(0))}
         arms |= {spec: ours(_family_of(spec), spec, policy) for spec, policy in named.items()}
-        arms |= {name: ours(name, result.label, result.policy, result.on_dev) for name, result in best.items()}
-        schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
-        if not experiment.has_feature_draft or self._assistant is not None:
-            fixed = best[BASELINE].policy if best else named.get(BASELINE)
-            # half of the best, too: a draft step of transformers costs more, so fewer do better
-            beside = sorted({max(1, fixed.k // 2), max(1, fixed.k)}) if isinstance(fixed, FixedLength) else _CONSTANTS
-            schedules |= {(ways.DEFAULT, "-"): {}, (ways.HEURISTIC, "-"): ways.HEURISTICALLY}
-            schedules |= {(ways.CONSTANT, f"k={k}"): ways.constant(k) for k in terms.constants or beside}
-        for (family, setting), changes in schedules.items():
-            options: dict[str, Any] = {"assistant": self._assistant, "ends_at_eos": ends_at_eos}
-            timed = ways.assisted(experiment.pair, num_tokens, sampling, changes, **options)
-            arms[f"{family} {setting}"] = RaceArm(family, setting, timed)
+        arms |= {name: ours(name, result.label, result.policy) for name, result in best.items()}
+        fixed = best[BASELINE].policy if best else named.get(BASELINE)
+        for (family, setting), changes in self._schedules(fixed).items():
+            run = ways.assisted(
+                self.experiment.pair,
+                self._num_tokens,
+                sampling,
+                changes,
+                assistant=self._assistant,
+                ends_at_eos=not self._rules.ignore_eos,
+            )
+            arms[f"{family} {setting}"] = run, competitor(family, setting)
         return arms
+
+    def _schedules(self, fixed: Policy | None) -> dict[tuple[str, str], Mapping[str, Any] | None]:
+        """(family, setting) of transformers' own ways -> changes of the draft's generation config; None: no draft."""
+        schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
+        if self.experiment.has_feature_draft and self._assistant is None:
+            return schedules
+        # half of the best, too: a draft step of transformers costs more, so fewer do better
+        beside = sorted({max(1, fixed.k // 2), max(1, fixed.k)}) if isinstance(fixed, FixedLength) else _CONSTANTS
+        schedules |= {(ways.DEFAULT, "-"): {}, (ways.HEURISTIC, "-"): ways.HEURISTICALLY}
+        schedules |= {(ways.CONSTANT, f"k={k}"): ways.constant(k) for k in self._constants or beside}
+        return schedules
 
     @cached_property
     def _assistant(self) -> PreTrainedModel | None:
@@ -243,7 +298,7 @@ class Race:
             for name, result in other.items()
             if name not in BOUNDS
         }
-        families = self._terms.families
+        families = self._families
         if unknown := [name for name in families if name not in known]:
             raise ValueError(f"there is no family {unknown[0]!r} here; one of {', '.join(known)}")
         return {name: result for name, result in known.items() if not families or name in (*families, BASELINE)}
@@ -279,24 +334,7 @@ def _family_of(spec: str) -> str:
     return name if ":" in name else spec.partition(":")[0]
 
 
-def measured_rows(
-    store: KeyedStore, race: str, arms: Mapping[str, Timed], prompts: Sequence[list[int]], *, run: int, desc: str
-) -> list[Row]:
-    """The row of each prompt, stored as soon as every arm has had its turn; stored ones are not measured again.
-
-    Args:
-        race: identifies the rows of this race in the store.
-        run: number of the repetition, which has its own seeds.
-    """
-    keys = {"kind": "row", "race": race}
-    rows: dict[int, Row] = {key["prompt"]: row for key, row in store.entries() if keys.items() <= key.items()}
-    if len(rows) < len(prompts):
-        warm_up(arms, prompts)
-    with Bar(desc=desc, total=len(prompts), initial=len(rows), unit="prompts") as bar:
-        for index, order in in_turns(arms, range(len(prompts))):
-            if index not in rows:
-                seed = index + run * len(prompts)
-                rows[index] = {name: list(arms[name](prompts[index], seed)) for name in order}
-                store.keep([(keys | {"prompt": index}, rows[index])])
-                bar.update()
-    return [rows[index] for index in range(len(prompts))]
+def _run_of(key: Mapping[str, Any], competitors: Mapping[str, Competitor]) -> str:
+    """A digest of everything that decides the generations of a cell."""
+    settings = [(name, entry.name) for name, entry in competitors.items()]
+    return digest(dumps([key, settings], sort_keys=True, default=str))

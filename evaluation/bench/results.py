@@ -10,21 +10,24 @@ remaining lead is not due to a badly chosen one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import hypot
 from typing import Any
 
-import numpy as np
-
+from decode.policies import FixedLength
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import DEFAULT, SCHEDULES, UNASSISTED
+from evaluation.competitor import Competitor
+from evaluation.contest import Contest, Result
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
-from evaluation.gain import MIN_PROMPTS, Gain, Throughput, gain_over, median_ratio, shortage
+from evaluation.gain import MIN_PROMPTS, Gain, median_ratio, shortage
+from evaluation.sources.clock import Clocked, latency_of, played_of
 from evaluation.table import Table, crossed
+from evaluation.times import Times
 
-Arm = Mapping[str, Any]
-Cell = Mapping[str, Any]
 SAMPLING_NAMES = {"greedy": "greedy", "sampled": "T=1", "nucleus": "T=0.7, top-p 0.9", "own": "as in the config"}
 MEAN = "mean of transfer sets"
 _RIVALS = {rival: (rival,) for rival in (BASELINE, *SCHEDULES, PRODUCT)} | {
@@ -34,54 +37,135 @@ _RIVALS = {rival: (rival,) for rival in (BASELINE, *SCHEDULES, PRODUCT)} | {
 """Rival -> the families of which the fastest is it."""
 
 
-def cell_of(stored: Mapping[str, Any]) -> Cell:
-    """A stored cell with its `rivals`, by name; every arm has its throughput, and gains and medians over each rival."""
-    arms = [dict(arm) for arm in stored["arms"]]
-    for arm in arms:
-        arm["throughput"] = Throughput(np.array(arm["tokens"]), np.array(arm["seconds"]))
-        arm["tokens_per_s"] = float(arm["throughput"].tokens_per_s)
-    rivals = {rival: best for rival, families in _RIVALS.items() if (best := fastest_of(arms, families))}
-    of_rivals = {name: rival["throughput"] for name, rival in rivals.items()}
-    for arm in arms:
-        own = arm["throughput"]
-        arm["over"] = {name: gain_over(rival, own) for name, rival in of_rivals.items()}
-        arm["median_over"] = {name: median_ratio(rival.seconds, own.seconds) - 1 for name, rival in of_rivals.items()}
-    return {**stored, "arms": arms, "rivals": rivals}
+OTHER_SAMPLING = "head of another sampling"
+"""Version of a competitor one of whose heads was trained under another sampling than that of the cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Every arm of a race on one dataset under one sampling, on the clock."""
+
+    contest: Contest
+    """Results by the name of the arm; a family may have several arms."""
+    sampling: str
+    num_tokens: int
+    run: int
+    default_schedule: str
+
+    @cached_property
+    def rivals(self) -> dict[str, str]:
+        """Rival -> the fastest arm of its families on the timed prompts; rivals that did not run are left out."""
+        fastest = {rival: self.fastest_of(families) for rival, families in _RIVALS.items()}
+        return {rival: arm for rival, arm in fastest.items() if arm is not None}
+
+    def fastest_of(self, families: Sequence[str]) -> str | None:
+        """The fastest arm of these families on the timed prompts; None where none of them ran."""
+        members = {name: result for name, result in self.contest.results.items() if result.family in families}
+        return max(members, key=lambda name: members[name].tokens_per_s, default=None)
+
+    def over(self, arm: str, rival: str) -> Gain:
+        """The gain of an arm over a rival."""
+        return self.contest.gain(arm, self.rivals[rival])
+
+    def median_over(self, arm: str, rival: str) -> float:
+        """The median gain of prompts, which one disturbed prompt cannot change."""
+        base, result = (self.contest.results[name] for name in (self.rivals[rival], arm))
+        return median_ratio(base.throughput.seconds, result.throughput.seconds) - 1
+
+
+def competitor(family: str, setting: str, *, version: str = "") -> Competitor:
+    """What a race clocks, which may be no policy of ours; the setting in words is its name."""
+    return Competitor(family, setting, FixedLength(0), ({},), version=version)
+
+
+def contest_of(
+    dataset: str,
+    times: Times,
+    competitors: Mapping[str, Competitor],
+    runs: Mapping[str, Sequence[Clocked]],
+    *,
+    on_dev: Mapping[str, float | None],
+) -> Contest:
+    """The contest of arms on the clock, by name, from their generations on the same prompts; `on_dev`: predicted tokens
+    per second on dev, of those whose setting was chosen there.
+    """
+    results = {}
+    for name, entry in competitors.items():
+        played = played_of([runs[name]])
+        results[name] = Result(
+            competitor=entry,
+            number=0,
+            on_dev=on_dev.get(name),
+            throughput=played.throughput.at(0),
+            played=played,
+        )
+    return Contest(dataset, times, results)
 
 
 def in_json(cell: Cell) -> dict[str, Any]:
     """A cell as the JSON document has it."""
-    names, arms = ("family", "setting", "of_other_sampling", "tokens_per_s", "over", "median_over"), []
-    for arm in cell["arms"]:
-        over = {rival: gain._asdict() for rival, gain in arm["over"].items()}
-        arms.append({name: over if name == "over" else arm[name] for name in names})
-    return {name: value for name, value in cell.items() if name != "rivals"} | {"arms": arms}
-
-
-def fastest_of(arms: Iterable[Arm], families: Sequence[str]) -> Arm | None:
-    """The fastest arm of these families on the timed prompts; None where none of them ran."""
-    members = (arm for arm in arms if arm["family"] in families)
-    return max(members, key=lambda arm: arm["tokens_per_s"], default=None)
+    times = cell.contest.times
+    arms = []
+    for name, result in cell.contest.results.items():
+        assert result.played is not None
+        arms.append(
+            {
+                "family": result.family,
+                "setting": result.competitor.name,
+                "of_other_sampling": result.competitor.version == OTHER_SAMPLING,
+                "tokens_per_s": result.tokens_per_s,
+                **latency_of(result.played),
+                "over": {rival: cell.over(name, rival)._asdict() for rival in cell.rivals},
+                "median_over": {rival: cell.median_over(name, rival) for rival in cell.rivals},
+            }
+        )
+    return {
+        "dataset": cell.contest.dataset,
+        "sampling": cell.sampling,
+        "times": {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin},
+        "num_tokens": cell.num_tokens,
+        "run": cell.run,
+        "default_schedule": cell.default_schedule,
+        "arms": arms,
+    }
 
 
 def cell_table(cell: Cell) -> Table:
     """The table of one cell."""
-    rows, rivals = [], [name for name in (BASELINE, TRAINING_FREE, *SCHEDULES) if name in cell["rivals"]]
-    for arm in cell["arms"]:
-        is_slower = arm["family"] == BASELINE and arm is not cell["rivals"][BASELINE]  # only the fastest is the best
-        name = "fixed length" if is_slower else name_of(arm["family"])
-        row = {"policy": name + " (head of another sampling)" * arm["of_other_sampling"], "setting": arm["setting"]}
-        row |= {"tokens/s": f"{arm['tokens_per_s']:.1f}", "alone": f"x{1 + arm['over'][ALONE].value:.2f}"}
-        rows.append(row | {f"over {name_of(rival)}": _over(arm, rival) for rival in rivals})
-    times = f"t_draft {1e3 * cell['times']['t_draft_s']:.2f} ms, t_target/t_draft {_ratio(cell):.2f}"
-    texts = f"{len(arm['tokens'])} prompts of {cell['dataset']}, at most {cell['num_tokens']} tokens"
+    rivals = [name for name in (BASELINE, TRAINING_FREE, *SCHEDULES) if name in cell.rivals]
+    rows = [_row_of(cell, name, rivals) for name in cell.contest.results]
+    times = cell.contest.times
+    texts = f"{_num_prompts(cell)} prompts of {cell.contest.dataset}, at most {cell.num_tokens} tokens"
     note = (
         f"gain in per cent, its 95 % interval over prompts (from {MIN_PROMPTS} on), and the median of the ratios of "
         "prompts; each rival is the fastest of its kind on these prompts, the best fixed length and the target alone "
-        "included"
+        "included; seconds of a request and to its first token, the prompt included, as 50th and 95th percentiles of "
+        "prompts"
     )
-    sampling, schedule = SAMPLING_NAMES[cell["sampling"]], cell["default_schedule"]
-    return Table(f"{sampling}: {times}; {texts}; default schedule: {schedule}", rows, note, names=2)
+    title = (
+        f"{SAMPLING_NAMES[cell.sampling]}: t_draft {1e3 * times.t_draft_s:.2f} ms, t_target/t_draft {times.ratio:.2f}; "
+        f"{texts}; default schedule: {cell.default_schedule}"
+    )
+    return Table(title, rows, note, names=2)
+
+
+def _row_of(cell: Cell, name: str, rivals: Sequence[str]) -> dict[str, str]:
+    result = cell.contest.results[name]
+    assert result.played is not None
+    latency = latency_of(result.played)
+    is_slower = result.family == BASELINE and name != cell.rivals[BASELINE]  # only the fastest is the best
+    policy = "fixed length" if is_slower else name_of(result.family)
+    if result.competitor.version:
+        policy += f" ({result.competitor.version})"
+    row = {
+        "policy": policy,
+        "setting": result.competitor.name,
+        "tokens/s": f"{result.tokens_per_s:.1f}",
+        "request s": f"{latency['request_p50_s']:.3g}, {latency['request_p95_s']:.3g}",
+        "first token s": f"{latency['first_token_p50_s']:.2g}, {latency['first_token_p95_s']:.2g}",
+        "alone": f"x{1 + cell.over(name, ALONE).value:.2f}",
+    }
+    return row | {f"over {name_of(rival)}": _over(cell, name, rival) for rival in rivals}
 
 
 def gain_tables(cells: Sequence[Cell]) -> Iterator[Table]:
@@ -89,17 +173,22 @@ def gain_tables(cells: Sequence[Cell]) -> Iterator[Table]:
     first, on which trained heads were chosen.
     """
     note = "gain on a clock, with its 95 % interval over prompts; each family at its fastest arm"
-    names, first = dict.fromkeys(arm["family"] for cell in cells for arm in cell["arms"]), cells[0]["dataset"]
+    names = dict.fromkeys(result.family for cell in cells for result in cell.contest.results.values())
+    first = cells[0].contest.dataset
     for rival in (BASELINE, PRODUCT, DEFAULT, ALONE):
         entries: list[tuple[str, str, str]] = []
         for family in (name for name in names if name != rival):
             of_transfer: dict[str, list[Gain]] = defaultdict(list)
             for cell in cells:
-                if rival in cell["rivals"] and (arm := fastest_of(cell["arms"], [family])):
-                    gain, sampling = arm["over"][rival], SAMPLING_NAMES[cell["sampling"]]
-                    entries.append((name_of(family), f"{cell['dataset']}, {sampling}", gain.text))
-                    of_transfer[sampling] += [gain] * (cell["dataset"] != first)
-            means = ((sampling, mean_gain(gains)) for sampling, gains in of_transfer.items() if gains)
+                arm = cell.fastest_of([family])
+                if arm is None or rival not in cell.rivals:
+                    continue
+                gain = cell.over(arm, rival)
+                sampling = SAMPLING_NAMES[cell.sampling]
+                entries.append((name_of(family), f"{cell.contest.dataset}, {sampling}", gain.text))
+                if cell.contest.dataset != first:
+                    of_transfer[sampling].append(gain)
+            means = ((sampling, mean_gain(gains)) for sampling, gains in of_transfer.items())
             entries += [(name_of(family), f"{MEAN}, {sampling}", gain.text) for sampling, gain in means]
         if entries:
             yield Table(f"over {name_of(rival)}", crossed("policy", entries), note)
@@ -123,20 +212,24 @@ def verdict_of(cell: Cell) -> str:
     """Lead of our arm that dev chose over each schedule; of policies that were named, which have no figures of dev, the
     fastest on the timed prompts. Too few prompts for an interval are reported.
     """
-    ours = [arm for arm in cell["arms"] if arm["family"] not in (*SCHEDULES, ALONE, UNASSISTED)]
-    how, best = "dev chose", max(ours, key=lambda arm: arm["on_dev"] or 0.0)
-    if best["on_dev"] is None:
+    results = cell.contest.results
+    ours = [name for name, result in results.items() if result.family not in (*SCHEDULES, ALONE, UNASSISTED)]
+    how, best = "dev chose", max(ours, key=lambda name: results[name].on_dev or 0.0)
+    if results[best].on_dev is None:
         how = "fastest of the named policies on these prompts:"
-        best = max(ours, key=lambda arm: arm["tokens_per_s"])
-    subject = f"{cell['dataset']}, {SAMPLING_NAMES[cell['sampling']]} at ratio {_ratio(cell):.2f}: {how} "
-    subject += name_of(best["family"])
-    schedules = [name for name in SCHEDULES if name in cell["rivals"]]
+        best = max(ours, key=lambda name: results[name].tokens_per_s)
+    family = results[best].family
+    subject = (
+        f"{cell.contest.dataset}, {SAMPLING_NAMES[cell.sampling]} at ratio {cell.contest.times.ratio:.2f}: {how} "
+        f"{name_of(family)}"
+    )
+    schedules = [name for name in SCHEDULES if name in cell.rivals]
     rival = schedules[0] if schedules else BASELINE
-    doubt = _doubt(best["over"][rival], len(best["tokens"]))
+    doubt = _doubt(cell.over(best, rival), _num_prompts(cell))
     if not schedules:
-        lead = f", {_short(best['over'][BASELINE])} % over the best fixed length" * (best["family"] != BASELINE)
+        lead = "" if family == BASELINE else f", {_short(cell.over(best, BASELINE))} % over the best fixed length"
         return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it.{doubt}"
-    leads = ", ".join(f"{_over(best, name)} % over {name_of(name)}" for name in schedules)
+    leads = ", ".join(f"{_over(cell, best, name)} % over {name_of(name)}" for name in schedules)
     return f"{subject}: {leads}.{doubt}"
 
 
@@ -145,20 +238,20 @@ def _doubt(gain: Gain, num_prompts: int) -> str:
     return f" {shortage(gain, num_prompts, remedy='raise --num_prompts')}." if gain.low is None else ""
 
 
+def _num_prompts(cell: Cell) -> int:
+    return len(cell.contest.results[cell.rivals[ALONE]].throughput.tokens)
+
+
 def name_of(family: str) -> str:
     """Name of a family or a rival in tables."""
     return f"best {family}" if family == TRAINING_FREE else family_named(family).label
 
 
-def _ratio(cell: Cell) -> float:
-    return float(cell["times"]["t_target_s"][0] / cell["times"]["t_draft_s"])
-
-
-def _over(arm: Arm, rival: str) -> str:
+def _over(cell: Cell, arm: str, rival: str) -> str:
     """Gain, interval and median in per cent; empty over itself."""
-    gain, median = arm["over"][rival], 100 * arm["median_over"][rival]
-    is_itself = gain.value == 0 and not gain.standard_error
-    return "" if is_itself else f"{_short(gain)} {median:+.1f}"
+    if arm == cell.rivals[rival]:
+        return ""
+    return f"{_short(cell.over(arm, rival))} {100 * cell.median_over(arm, rival):+.1f}"
 
 
 def _short(gain: Gain) -> str:

@@ -24,7 +24,7 @@ from configs.flag_types import Milliseconds
 from configs.paths import local_path
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.bench.arms import Timed, assisted, constant, warm_up
+from evaluation.bench.arms import Arm, assisted, constant
 from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
 from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
@@ -134,22 +134,23 @@ def _measured(experiment: Experiment) -> Times:
     pair, prompts, num_tokens = loop.pair, loop.prompts, min(_TOKENS, loop.max_new_tokens)
     changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
     arms = {name: assisted(pair, num_tokens, loop.sampling, settings) for name, settings in changes.items()}
-    warm_up(arms, prompts)
+    for arm in arms.values():
+        arm((prompts[0], 0))  # a warm-up
     turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
     timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
     return fitted([_counted(pair, arms[name], *at) for at, order in timed for name in order])
 
 
-def _counted(pair: Pair, arm: Timed, seed: int, prompt: list[int]) -> Run:
+def _counted(pair: Pair, arm: Arm, seed: int, prompt: list[int]) -> Run:
     calls: Counter[nn.Module] = Counter()
 
     def count(model: nn.Module, _: object) -> None:
         calls[model] += 1
 
     with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
-        _, seconds = arm(prompt, seed)
+        run = arm((prompt, seed))
     num_drafts, num_targets = calls[pair.draft], calls[pair.target]
-    return num_drafts, num_targets * (num_drafts > 0), num_targets * (num_drafts == 0), seconds
+    return num_drafts, num_targets * (num_drafts > 0), num_targets * (num_drafts == 0), run.whole_s
 
 
 def fitted(runs: Sequence[Run]) -> Times:

@@ -12,7 +12,7 @@ from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from evaluation import keys
 from evaluation.batches.curves import curves_store
-from evaluation.bench.race import Race, RaceTerms
+from evaluation.bench.race import Race
 from evaluation.costs.machine import kept_costs, key_of, loop_key
 from heads import AcceptanceHead
 from heads.model.head import Provenance
@@ -20,8 +20,8 @@ from papers.hierarchies import decoded
 from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
 
-TERMS = RaceTerms(2, 4, (), (), (), RaceRules())
-NAMED = replace(TERMS, policies=("fixed_length:k=2", "head:{head},max_rejection_prob=0.4"))
+TERMS = {"rules": RaceRules(), "num_prompts": 2, "num_tokens": 4}
+NAMED = TERMS | {"policies": ("fixed_length:k=2", "head:{head},max_rejection_prob=0.4")}
 
 
 def head_of(config):
@@ -59,8 +59,8 @@ def with_value(config, name, value):
 
 def cell_of(config, terms, sampling="own"):
     """(the store of a race, the key of its cell)."""
-    policies = tuple(spec.format(head=head_of(config)) for spec in terms.policies)
-    made = Race(config, replace(terms, policies=policies))
+    policies = tuple(spec.format(head=head_of(config)) for spec in terms.get("policies", ()))
+    made = Race(config, **terms | {"policies": policies})
     return KeyedStore(made.path, remedy=""), made.key("prompts", sampling)
 
 
@@ -161,12 +161,12 @@ def test_every_term_of_a_race_makes_another_cell_and_datasets_share_them(config)
     changes += [{"policies": ("fixed_length:k=2",)}, *({"rules": rule} for rule in rules)]
     key = cell_of(config, TERMS)[1]
     for change in changes:
-        assert cell_of(config, replace(TERMS, **change))[1] != key, change
+        assert cell_of(config, TERMS | change)[1] != key, change
     assert cell_of(config, TERMS, "greedy")[1] != cell_of(config, TERMS, "sampled")[1]
     of_policies = with_value(config, "decode.policies", ("entropy",))
-    one, other = (replace(TERMS, policies=("fixed_length:k=2", spec)) for spec in ("entropy", "max_prob"))
+    one, other = (TERMS | {"policies": ("fixed_length:k=2", spec)} for spec in ("entropy", "max_prob"))
     assert cell_of(of_policies, one)[1] != cell_of(of_policies, other)[1]
-    assert cell_of(config, replace(TERMS, rules=RaceRules(datasets=("prompts",))))[1] == key
+    assert cell_of(config, TERMS | {"rules": RaceRules(datasets=("prompts",))})[1] == key
 
 
 def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_custom_policy_whose_file_changes_is_another_one(config, tmp_path, mon
         "from dataclasses import dataclass\nfrom decode.policies import Policy\n"
         "@dataclass(frozen=True)\nclass Unsure(Policy):\n    pass\n"
     )
-    named = replace(TERMS, policies=("fixed_length:k=2", "keyed_policy:Unsure"))
+    named = TERMS | {"policies": ("fixed_length:k=2", "keyed_policy:Unsure")}
     before = cell_of(config, named)[1]
     path.write_text(path.read_text() + "# changed\n")
     assert cell_of(config, named)[1] != before

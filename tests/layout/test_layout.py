@@ -22,6 +22,7 @@ MORE_PARAMETERS = {
     "configs.measuring.flags": 9,
     "evaluation.costs.init.init": 10,
     "evaluation.bench.command.bench": 11,  # the same
+    "evaluation.bench.race.__init__": 8,  # flags of `bench`, each by its name
     "evaluation.flags.command.flags": 9,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
 }

@@ -1,4 +1,4 @@
-"""A race on the embedded trio: every arm in every cell; it is stored row by row and resumes where it stopped."""
+"""A race on the embedded trio: every arm in every cell; stored prompt by prompt, it continues where it stopped."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,8 @@ from decode.policies import HeadPolicy
 from decode.policies.registry import POLICIES
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.command import bench
-from evaluation.bench.race import SAMPLINGS, Race, RaceTerms, measured_rows
+from evaluation.bench.race import SAMPLINGS, Race
+from evaluation.bench.results import OTHER_SAMPLING
 from evaluation.competitor import competitors_of
 from evaluation.contest import hold, replay_dataset
 from evaluation.families import ALONE
@@ -20,7 +21,6 @@ from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
-from store.json_files import KeyedStore
 from tests.evaluation.commands import config_with, spelt
 from tests.toys.small_pair import trace
 
@@ -37,7 +37,7 @@ def config(tmp_path):
     return config_with(["--config=configs/tiny.yaml", f"--heads.dir={tmp_path / 'heads'}", *spelt_out], "bench")
 
 
-def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monkeypatch, capsys):
+def test_every_arm_runs_in_every_cell_and_a_killed_race_continues(config, tmp_path, monkeypatch, capsys):
     document = bench(config, **ASKED, json=True)
     assert json.loads(capsys.readouterr().out) == document
     assert [(cell["dataset"], cell["sampling"]) for cell in document["cells"]] == [("stories", "nucleus")]
@@ -45,6 +45,18 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monk
     families = [arm["family"] for arm in cell["arms"]]
     assert families == [ALONE, "fixed_length", "fixed_length", "entropy", UNASSISTED, DEFAULT, HEURISTIC, CONSTANT]
     assert cell["times"] == {"t_draft_s": 0.001, "t_target_s": [0.005], "origin": "given"}
+    for arm in cell["arms"]:
+        assert 0 < arm["first_token_p50_s"] < arm["request_p50_s"] <= arm["request_p95_s"]
+
+    path = tmp_path / "decode" / "bench.jsonl"
+    *rows, _ = path.read_bytes().splitlines(keepends=True)
+    half = len(families)  # the first of two prompts
+    path.write_bytes(b"".join(rows[:half]))
+    bench(config, **ASKED)
+    resumed = path.read_bytes().splitlines(keepends=True)
+    assert resumed[:half] == rows[:half], "what was decoded before the race was killed is kept"
+    assert len(resumed) == len(rows) + 1
+    path.write_bytes(b"".join(rows) + resumed[-1])
 
     monkeypatch.setattr(Race, "_arms", lambda *_: pytest.fail("a finished cell was measured again"))
     assert bench(config, **ASKED)["cells"] == document["cells"]
@@ -56,7 +68,7 @@ def test_every_arm_runs_in_every_cell_and_finished_cells_are_stored(config, monk
 
 
 def race_of(config, *families):
-    return Race(config, RaceTerms(2, 4, (), families, (), RaceRules()))
+    return Race(config, RaceRules(), num_prompts=2, num_tokens=4, families=families)
 
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
@@ -68,7 +80,7 @@ def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(confi
         best_arms = race.best_arms("stories", name)
         assert list(best_arms) == ["fixed_length", "head_drawn", "auto"]
         arms = race._arms("stories", name)
-        of_other_sampling = [arms[family].of_other_sampling for family in best_arms]
+        of_other_sampling = [arms[family][1].version == OTHER_SAMPLING for family in best_arms]
         assert of_other_sampling == [False, foreign, foreign]
         assert best_arms["fixed_length"].policy.k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
@@ -131,45 +143,3 @@ def test_a_race_without_a_fixed_length_or_on_an_unknown_dataset_is_refused_befor
     monkeypatch.setattr(Race, "cells", lambda *_: pytest.fail("a cell was measured"))
     with pytest.raises(ValueError, match="--policies names entropy, and gains are measured from a fixed length; name"):
         bench(config, **ASKED | {"policies": ("entropy",)})
-
-
-SPEEDS = {"alone": 1.0, "k=1": 2.0, "k=2": 4.0}
-
-
-def raced(path, *, run=0, race="race", stops_after=None):
-    """Six prompts: (texts in the order in which they were written, rows by prompt)."""
-    texts = []
-
-    def timed(name, speed):
-        def written(prompt, seed):
-            if stops_after is not None and len(texts) >= stops_after:
-                raise KeyboardInterrupt
-            texts.append((name, prompt[0], seed))
-            return 6 + prompt[0], (6 + prompt[0]) / speed
-
-        return written
-
-    arms = {name: timed(name, speed) for name, speed in SPEEDS.items()}
-    store = KeyedStore(path / "bench.jsonl", remedy="")
-    return texts, measured_rows(store, race, arms, [[number] for number in range(6)], run=run, desc="race")
-
-
-def test_a_race_that_was_stopped_resumes_with_its_next_row(tmp_path):
-    whole, rows = raced(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        raced(tmp_path / "cut", stops_after=3 + 3 * 3 + 1)  # a warm-up, three rows, and an arm of the fourth
-    rest, same = raced(tmp_path / "cut")
-    assert same == rows
-    assert rest[3:] == whole[3 + 3 * 3 :], "the row that was cut runs whole, the others not again"
-    assert raced(tmp_path / "cut") == ([], rows)
-    assert raced(tmp_path / "cut", race="another")[0] == whole
-
-
-def test_arms_rotate_and_every_row_of_a_run_has_its_own_seed(tmp_path):
-    (first, measured), (second, _) = raced(tmp_path), raced(tmp_path, race="run 1", run=1)
-    rows = [texts[start : start + 3] for texts in (first, second) for start in range(3, len(texts), 3)]
-    names = list(SPEEDS)
-    assert [row[0][0] for row in rows[:4]] == [*names, names[0]]
-    assert all(len({seed for *_, seed in row}) == 1 for row in rows)
-    assert len({seed for row in rows for *_, seed in row}) == 12
-    assert measured[2] == {"alone": [8, 8.0], "k=1": [8, 4.0], "k=2": [8, 2.0]}

@@ -1,0 +1,1 @@
+"""Where `Played` comes from beside a replay: real generations on a clock."""

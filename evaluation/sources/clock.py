@@ -1,0 +1,216 @@
+"""The source that decodes on a clock: arms take turns on the same prompts, and what each did is `Played`, with seconds.
+
+The seconds of a generation are wall clock around the whole of it, from the call until its last token: drafts,
+verifications and what lies between rounds. They include reading the prompt, unless the models hold it already, as in
+`evaluate --clock`. The first token is there when the first round ends. Other seconds have other names: `drafting` and
+`verifying` are sums over rounds, without what lies between them, and times of forwards are fitted to those.
+
+All arms run on a prompt one right after the other, so a slow moment of the machine slows all of them, and a prompt is
+stored as soon as every arm has had its turns. An interrupted run decodes only the prompts that lack an arm; these are
+decoded again by all arms, so that their seconds are of one moment.
+
+    key    run (a digest of what decides tokens and seconds), prompt, arm
+    value  `Clocked`: counts and seconds; of several repeats, from the same seed, the medians of the seconds
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import fsum
+from operator import attrgetter
+from statistics import median
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from decode.loop.decoder import SpeculativeDecoder
+from decode.loop.rounds import Counts, Generation, Round
+from evaluation.played import Array, Played
+from evaluation.turns import in_turns
+from lm import Sampler
+from store.json_files import KeyedStore
+from store.progress import Bar
+
+AnyPrompt = TypeVar("AnyPrompt")
+_PERCENTILES = (50, 95)
+_SECONDS = ("whole_s", "first_token_s", "drafting_s", "verifying_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocked:
+    """One generation on a clock, or its medians over repeats from the same seed."""
+
+    counts: Counts
+    lengths: tuple[int, ...] = ()
+    """Rounds by the number of tokens drafted, from 0 on; empty where rounds are unknown."""
+    whole_s: float
+    """Wall clock around the generation."""
+    first_token_s: float
+    """Wall clock until the end of the first round."""
+    drafting_s: float = 0.0
+    verifying_s: float = 0.0
+    later: "Clocked | None" = None
+    """The same without the first round, which reads the prompt."""
+    repeats: int = 1
+
+
+def clock_generation(
+    decoder: SpeculativeDecoder, prompt_ids: list[int], limit: int, *, draws: Sampler | torch.Generator
+) -> tuple[Clocked, Generation]:
+    """One generation of our loop of at most `limit` tokens, and what the clock says of it."""
+    rounds: list[Round] = []
+    first_token_s = 0.0
+    started_s = perf_counter()
+    for round_ in decoder.stream(prompt_ids, limit, generator=draws):
+        if not rounds:
+            first_token_s = perf_counter() - started_s
+        rounds.append(round_)
+    generation = Generation.of(rounds)
+    whole_s = perf_counter() - started_s
+    later = _clocked_of(rounds[1:], whole_s - first_token_s, 0.0)
+    return replace(_clocked_of(rounds, whole_s, first_token_s), later=later), generation
+
+
+def _clocked_of(rounds: Sequence[Round], whole_s: float, first_token_s: float) -> Clocked:
+    lengths = np.bincount([len(round_.drafted) for round_ in rounds], minlength=1)
+    return Clocked(
+        counts=Generation.of(rounds).counts,
+        lengths=tuple(lengths.tolist()),
+        whole_s=whole_s,
+        first_token_s=first_token_s,
+        drafting_s=fsum(round_.draft_s for round_ in rounds),
+        verifying_s=fsum(round_.target_s for round_ in rounds),
+    )
+
+
+def median_of(repeated: Sequence[Clocked]) -> Clocked:
+    """Several generations from the same seed as one, with the medians of their seconds."""
+    later = [run.later for run in repeated if run.later is not None]
+    medians = {name: median(getattr(run, name) for run in repeated) for name in _SECONDS}
+    return replace(repeated[0], **medians, later=median_of(later) if later else None, repeats=len(repeated))
+
+
+class StoredRuns:
+    """The clocked generations of one run: of everything that its digest covers."""
+
+    def __init__(self, store: KeyedStore, run: str) -> None:
+        self._store = store
+        self._run = run
+
+    def load(self, *, repeats: int = 1) -> dict[str, dict[str, Clocked]]:
+        """Prompt -> arm -> its generation, of those that were repeated as often."""
+        runs: dict[str, dict[str, Clocked]] = defaultdict(dict)
+        for key, value in self._store.entries():
+            if key.get("run") == self._run and value["repeats"] >= repeats:
+                runs[key["prompt"]][key["arm"]] = _clocked_from(value)
+        return dict(runs)
+
+    def keep(self, prompt: str, runs: Mapping[str, Clocked]) -> None:
+        """Add what every arm did on a prompt."""
+        keys = ({"run": self._run, "prompt": prompt, "arm": arm} for arm in runs)
+        self._store.keep(zip(keys, map(asdict, runs.values()), strict=True))
+
+
+def _clocked_from(value: Mapping[str, Any]) -> Clocked:
+    later = value["later"]
+    changes = {
+        "counts": Counts(**value["counts"]),
+        "lengths": tuple(value["lengths"]),
+        "later": None if later is None else _clocked_from(later),
+    }
+    return Clocked(**{**value, **changes})
+
+
+def clock_in_turns(
+    arms: Mapping[str, Callable[[AnyPrompt], Clocked]],
+    prompts: Mapping[str, AnyPrompt],
+    *,
+    desc: str,
+    store: StoredRuns | None = None,
+    repeats: int = 1,
+    warm_up: AnyPrompt | None = None,
+) -> dict[str, list[Clocked]]:
+    """Every arm on every prompt, [arm][prompt].
+
+    Args:
+        arms: by name, which identifies stored generations together with the run.
+        prompts: by the name that identifies them in the store.
+        desc: of the progress bar.
+        store: keeps generations, and returns those of an interrupted run.
+        repeats: how often each arm decodes a prompt, in turns; the medians of the seconds count.
+        warm_up: what each arm decodes once before anything is timed.
+    """
+    known = store.load(repeats=repeats) if store else {}
+    runs = {name: known.get(name, {}) for name in prompts}
+    missing = [name for name in prompts if not arms.keys() <= runs[name].keys()]
+    if missing and warm_up is not None:
+        for decode in arms.values():
+            decode(warm_up)
+    with Bar(desc=desc, total=len(prompts), initial=len(prompts) - len(missing), unit="prompts") as bar:
+        for turn, name in enumerate(prompts):
+            if name not in missing:
+                continue
+            repeated: dict[str, list[Clocked]] = {arm: [] for arm in arms}
+            for _, order in in_turns(arms, range(repeats), first=turn):
+                for arm in order:
+                    repeated[arm].append(arms[arm](prompts[name]))
+            runs[name] = {arm: median_of(of_arm) for arm, of_arm in repeated.items()}
+            if store:
+                store.keep(name, runs[name])
+            bar.update()
+    return {arm: [runs[name][arm] for name in prompts] for arm in arms}
+
+
+def played_of(
+    runs: Sequence[Sequence[Clocked]],
+    *,
+    prompt_of_row: Sequence[int] | None = None,
+    stop_kind: str = "",
+    micro_stop_kind: str = "",
+) -> Played:
+    """What several settings did, from their generations [setting][row].
+
+    Args:
+        prompt_of_row: number of each row's prompt; None: every row is a prompt.
+        stop_kind: `Policy.stop_kind` of what stops the draft.
+        micro_stop_kind: that of the level below, in a hierarchy.
+    """
+    later = [[run.later for run in row if run.later is not None] for row in runs]
+    has_later = all(len(some) == len(row) for some, row in zip(later, runs, strict=True))
+    rows = range(len(runs[0])) if prompt_of_row is None else prompt_of_row
+    kinds = {"stop_kind": stop_kind, "micro_stop_kind": micro_stop_kind}
+    return Played(
+        counts=Counts(**{f.name: _array(runs, attrgetter(f"counts.{f.name}")) for f in fields(Counts)}),
+        lengths=_lengths_of(runs),
+        prompt_of_row=np.asarray(rows, dtype=int),
+        seconds={name: _array(runs, attrgetter(name)) for name in _SECONDS},
+        later=played_of(later, prompt_of_row=prompt_of_row, **kinds) if has_later else None,
+        **kinds,
+    )
+
+
+def _array(runs: Sequence[Sequence[Clocked]], value: Callable[[Clocked], float]) -> Array:
+    return np.array([[value(run) for run in row] for row in runs])
+
+
+def _lengths_of(runs: Sequence[Sequence[Clocked]]) -> Array:
+    """Rounds by the number of tokens drafted, [setting, row, length]."""
+    width = max(len(run.lengths) for row in runs for run in row)
+    lengths = np.zeros((len(runs), len(runs[0]), width), dtype=int)
+    for number, row in enumerate(runs):
+        for at, run in enumerate(row):
+            lengths[number, at, : len(run.lengths)] = run.lengths
+    return lengths
+
+
+def latency_of(played: Played, setting: int = 0) -> dict[str, float]:
+    """Percentiles over the requests of one setting: seconds of a whole request, and until its first token."""
+    assert played.seconds is not None
+    parts = {"request": played.seconds["whole_s"][setting], "first_token": played.seconds["first_token_s"][setting]}
+    return {
+        f"{part}_p{percentile}_s": float(np.percentile(seconds, percentile))
+        for part, seconds in parts.items()
+        for percentile in _PERCENTILES
+    }
