@@ -12,7 +12,7 @@ import torch
 from lm.cache import RowFeed, make_cache
 from lm.forwards import body_and_lm_head, device_of
 from lm.masks import additive, visible
-from lm.model import CachedModel, Logits
+from lm.model import CachedModel, Logits, ModelledText
 from lm.rope import rope_switch_of
 from lm.selfcheck import check_batch
 
@@ -21,24 +21,26 @@ _MAX_EXTRA = 4
 """Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
 
 
-class BatchRow(CachedModel):
-    """One row of a batch, with the interface of a `CachedModel`."""
+class BatchRow(ModelledText):
+    """One row of a batch."""
 
     def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
         """`like`: a model of one sequence, with the same model and settings."""
-        self.model, self.vocab_size, self.with_hidden = like.model, like.vocab_size, like.with_hidden
-        self.hidden, self._max_length, self.device = None, like._max_length, batch.device
-        self.row, self._batch = row, batch
+        super().__init__(like.model, vocab_size=like.vocab_size)
+        self.with_hidden = like.with_hidden
+        self.device = batch.device
+        self.row = row
+        self._batch = batch
         self.reset()
 
     def reset(self, num_tokens: int = 0) -> None:
-        self._length, self._rope_switch = 0, rope_switch_of(self.model)
+        """Empty the row."""
+        self._length = 0
+        self._rope_switch = rope_switch_of(self.model)
 
     def roll_back(self, length: int) -> None:
+        """Keep at most the first `length` tokens."""
         self._length = min(self._length, length)
-
-    def feed(self, new_tokens: Sequence[int], num_rows: int = 1) -> Logits:
-        return self._batch.feed([self], [new_tokens], [num_rows])
 
 
 class BatchModel:

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CAPACITY = 256  # positions that a cache of unknown length has room for at first
+_MAX_STEP = 4096  # positions by which a cache grows at most: doubling a long one would take too much memory
 _MAX_SNAPSHOTS = 48
 """Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
 further than the others means going back to the prompt.
@@ -46,7 +47,7 @@ class BufferLayer(DynamicLayer):
     _values: Tensor
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: positions to begin with; doubled when it does not suffice."""
+        """`capacity`: positions to begin with; doubled when it does not suffice, or raised by `_MAX_STEP`."""
         super().__init__()
         self.capacity = capacity
         self.first = self.length = 0
@@ -147,7 +148,7 @@ class BufferLayer(DynamicLayer):
         """Move the `filled` positions to the front, into larger buffers if they must hold more than their capacity."""
         capacity = self.capacity
         while capacity < needed:
-            capacity *= 2
+            capacity += min(capacity, _MAX_STEP)
         parts = [buffer.narrow(2, self.first, filled) for buffer in (self._keys, self._values)]
         self._keys, self._values = (functional.pad(part, (0, 0, 0, capacity - filled)) for part in parts)
         self.first = 0

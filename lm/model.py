@@ -8,6 +8,7 @@ Nodes are added level by level, as a draft does, or all at once, as the target d
 to the end of the text and drops the others. That is exact for full attention with explicit positions.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm import forwards
 from lm.cache import CAPACITY, BufferLayer, Snapshots, is_attention, make_cache
+from lm.features.recorder import FeatureRecorder
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
@@ -28,56 +30,31 @@ Logits = Float[Tensor, "rows vocab"]
 _MAX_PENDING = 32  # text tokens that are fed together with nodes; the rest of a longer text (the prompt) is fed before
 
 
-class CachedModel:
-    """One sequence, perhaps followed by one tree, in one causal model.
+class ModelledText:
+    """One text in one causal model: what the model is, and how long the text may become. Subclasses hold the text.
 
     Attributes:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
             the last forward returned; may be None unless `with_hidden`.
         device: device that takes token ids.
-        session: the generation that uses this model, or used it last (`decode.loop.session`).
+        num_prompt: tokens of the text that are fed at once, which `max_length` may depend on.
     """
 
+    device: torch.device
+    hidden: Float[Tensor, "rows hidden"] | None = None
+    num_prompt = sys.maxsize
+    with_hidden = False
+    holds_trees = False
+    _length = 0
     _max_length = float("inf")
     _rope_switch = RopeSwitch("")
     _is_long = False  # the text is read with the long RoPE frequencies (`lm.rope`)
-    one_token_at_a_time = False
-    """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
-    session: Any = None
-    with_hidden = False
-    holds_trees = False
-    _tree = EMPTY  # the nodes that are in the cache
-    _snapshots: Snapshots | None = None
-    recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads, whose module imports this one
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        vocab_size: int | None = None,
-        with_hidden: bool = False,
-        holds_trees: bool = False,
-        recorder: Any = None,
-    ) -> None:
-        """Any causal language model of transformers whose cache can be rolled back. Logits are cut to `vocab_size` (the
-        extra ids of a padded vocabulary get probability 0; None: all). `with_hidden` keeps the final hidden states, and
-        costs a hook if the model is more than body and head; `feed_tree` and `keep` need `holds_trees`; `recorder`
-        records what a feature draft reads. ValueError for a model in train mode, whose cache cannot be rolled back or
-        hold a tree, or that lacks hidden states or features.
-        """
-        forwards.refuse_training(model)
-        self.model, self.vocab_size, self.recorder = model, vocab_size, recorder
-        self.hidden: Float[Tensor, "rows hidden"] | None = None
-        if with_hidden:
-            self.keep_hidden()
-        self.holds_trees = holds_trees
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int | None) -> None:
+        """Logits are cut to `vocab_size`: the extra ids of a padded vocabulary get probability 0; None: all."""
+        self.model = model
+        self.vocab_size = vocab_size
         self._max_length = float(getattr(model.config.get_text_config(), "max_position_embeddings", None) or "inf")
-        self._parameters = signature(type(model).forward).parameters
-        self._make_cache(CAPACITY)
-        self.reset()
-        check_cache(self)
-        if holds_trees:
-            check_tree(self)
 
     def __len__(self) -> int:
         """Entries of the cache: tokens of the text, and nodes."""
@@ -96,8 +73,8 @@ class CachedModel:
 
     @property
     def max_length(self) -> float:
-        """Maximum number of tokens that may be fed of the session's text; infinite if the config names no limit."""
-        return self.limit_of(self.session.num_prompt) if self.session is not None else self._max_length
+        """Maximum number of tokens of a text with this prompt that may be fed; infinite if the config has no limit."""
+        return self.limit_of(self.num_prompt)
 
     def limit_of(self, num_prompt: int) -> float:
         """`max_length` for a text with such a prompt (`lm.rope`)."""
@@ -133,6 +110,53 @@ class CachedModel:
         forwards.lm_head_of(self.model)
         self.with_hidden = True
 
+    def forget(self, length: int) -> None:
+        """Allow the cache to drop copies that only a return to fewer than `length` tokens would need."""
+
+    def _check_side(self, num_first: int, end: int) -> None:
+        """Raise ValueError if a text of `end` tokens, at first `num_first` of them at once, crosses a RoPE switch."""
+        if self._length == 0:
+            self._is_long = self._rope_switch.is_long(num_first)
+        if end > self._rope_switch.bound and not self._is_long:
+            raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
+
+
+class CachedModel(ModelledText):
+    """One sequence, perhaps followed by one tree, in one causal model."""
+
+    one_token_at_a_time = False
+    """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
+    recorder: FeatureRecorder | None = None
+    _tree = EMPTY  # the nodes that are in the cache
+    _snapshots: Snapshots | None = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocab_size: int | None = None,
+        with_hidden: bool = False,
+        holds_trees: bool = False,
+        recorder: FeatureRecorder | None = None,
+    ) -> None:
+        """Any causal language model of transformers whose cache can be rolled back. `with_hidden` keeps the final
+        hidden states, and costs a hook if the model is more than body and head; `feed_tree` and `keep` need
+        `holds_trees`; `recorder` records what a feature draft reads. ValueError for a model in train mode, whose cache
+        cannot be rolled back or hold a tree, or that lacks hidden states or features.
+        """
+        super().__init__(model, vocab_size=vocab_size)
+        self.check_mode()
+        self.recorder = recorder
+        if with_hidden:
+            self.keep_hidden()
+        self.holds_trees = holds_trees
+        self._parameters = signature(type(model).forward).parameters
+        self._make_cache(CAPACITY)
+        self.reset()
+        check_cache(self)
+        if holds_trees:
+            check_tree(self)
+
     def reset(self, num_tokens: int = 0) -> None:
         """Empty the cache for a new sequence, and inspect the model again, which may have moved or changed. Room for
         `num_tokens` is made at once: a longer text may be fed, but what the cache holds is copied as it grows.
@@ -154,7 +178,6 @@ class CachedModel:
             self.recorder.reset(num_tokens)
 
     def forget(self, length: int) -> None:
-        """Allow the cache to drop copies that only a return to fewer than `length` tokens would need."""
         if self._snapshots is not None:
             self._snapshots.forget(length)
 
@@ -227,13 +250,6 @@ class CachedModel:
             layer.keep_entries(length, entries)
         self._length, self._tree = length + len(path), EMPTY
         self._check_lengths()
-
-    def _check_side(self, num_first: int, end: int) -> None:
-        """Raise ValueError if a text of `end` tokens, at first `num_first` of them at once, crosses a RoPE switch."""
-        if self._length == 0:
-            self._is_long = self._rope_switch.is_long(num_first)
-        if end > self._rope_switch.bound and not self._is_long:
-            raise self._rope_switch.refusal(f"the text has {end} tokens", "shorten the prompt, or lower max_new_tokens")
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Logits:
         if not (self.one_token_at_a_time and len(fed) > 1):

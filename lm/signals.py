@@ -9,6 +9,7 @@ Nothing stores it; readers count. The prompt is left out: its length would hide 
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
@@ -162,8 +163,12 @@ SCALARS = {
     POSITION: Scalar("log(1 + response tokens before y)", False, lambda q, count: count.to(q.logits.dtype).log1p()),
 }
 """Every scalar that a head can read, by name."""
-_OF_POLICIES = {"max_prob": lambda q, _: q.max_prob, "top_prob": _top_prob}
-"""Signals that only policies read: max_v q(v), and its share of the ten largest q(v)."""
+_OF_POLICIES = {
+    "max_prob": Scalar("max q", False, lambda q, _: q.max_prob),
+    "top_prob": Scalar("max q / top ten", False, _top_prob),
+}
+SIGNALS = ChainMap(SCALARS, _OF_POLICIES)
+"""Every signal by name: the scalars, and what only policies read, max_v q(v) and its share of the ten largest q(v)."""
 
 
 def stored_scalars() -> tuple[str, ...]:
@@ -179,10 +184,9 @@ def signals_of(
     """
     columns: dict[str, Tensor] = {}
     for name in stored_scalars() if names is None else names:
-        formula = _OF_POLICIES[name] if name in _OF_POLICIES else SCALARS[name].formula
         given = count if name == POSITION else token
         assert given is not None, f"{POSITION} needs count"
-        columns[name] = formula(q, given)
+        columns[name] = SIGNALS[name].formula(q, given)
     return columns
 
 

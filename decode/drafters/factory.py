@@ -4,38 +4,12 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from decode.drafters.trees import Shape, TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
+from decode.loop.models import ModelClass, draft_of, target_of
 from decode.policies.base import Policy
-from lm import CachedModel, DraftModel, FeatureDraft, Pair, feature_model
-from lm.features.model import TreeDraft
-from lm.features.recorder import FeatureRecorder
-
-Drafting = PreTrainedModel | FeatureDraft | CachedModel  # of the last, the caller keeps the cache
-ModelClass = Callable[..., CachedModel]  # makes a model with an empty cache, called as `CachedModel`
-
-
-def target_of(
-    target: PreTrainedModel, drafting: Drafting, model_class: ModelClass = CachedModel, *, vocab_size: int | None
-) -> CachedModel:
-    """The model that verifies, with what a feature draft reads of it; ValueError for a draft of another target."""
-    if not isinstance(drafting, FeatureDraft):
-        return model_class(target, vocab_size=vocab_size)
-    if not drafting.is_bound_to(target):
-        raise ValueError("draft_model is a draft of another target; load it with this one, or draft.bind(target)")
-    return model_class(target, vocab_size=vocab_size, recorder=FeatureRecorder(target, drafting))
-
-
-def draft_of(drafting: Drafting, target: CachedModel, with_hidden: bool, model_class: ModelClass = CachedModel) -> Any:
-    """The model that drafts for a target of `target_of`: a `CachedModel` itself. Feature drafts keep hidden states."""
-    if isinstance(drafting, CachedModel):
-        return drafting  # whose drafter makes it keep what heads read
-    if isinstance(drafting, FeatureDraft):
-        return feature_model(drafting, target, vocab_size=target.num_logits)
-    return model_class(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
+from lm import CachedModel, FeatureDraft, FeatureModel, Pair
 
 
 class PairModels:
@@ -58,7 +32,7 @@ class PairModels:
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
         self._with_hidden = with_hidden
         self._model_class = model_class or partial(CachedModel, holds_trees=holds_trees)
-        self.drafts: dict[bool, DraftModel | TreeDraft] = {}
+        self.drafts: dict[bool, CachedModel | FeatureModel] = {}
         """Drafts made so far, by whether they keep hidden states, which a feature draft always does."""
 
     @cached_property
@@ -74,7 +48,7 @@ class PairModels:
         """The draft, with hidden states if the policy has heads."""
         key = bool(policy.heads) or self._with_hidden or isinstance(self.pair.drafting, FeatureDraft)
         if key not in self.drafts:
-            self.drafts[key] = draft_of(self.pair.drafting, self.target, key, self._model_class)
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._model_class, with_hidden=key)
         return self.drafts[key]
 
     @cached_property

@@ -58,7 +58,8 @@ from typing import Literal, get_args
 from transformers import PreTrainedModel
 
 from decode.loop.drafter import Drafter, ModelDrafter, PolicyDrafter, Proposal
-from decode.loop.session import Session, cached
+from decode.loop.models import cached
+from decode.loop.session import Session
 from decode.policies.base import Policy
 from decode.policies.plain import FixedLength, SelfVerify
 from lm import CachedModel, next_dist

@@ -41,9 +41,9 @@ from transformers.generation import (
 )
 
 from configs.schema import ModelSource
-from decode.drafters.factory import Drafting, draft_of, target_of
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
+from decode.loop.models import Drafting, draft_of, target_of
 from decode.policies.base import Policy
 from decode.policies.engines import Assisted
 from decode.policies.plain import Heuristic

@@ -20,7 +20,7 @@ from decode.loop.session import Session
 from decode.loop.step import DraftSteps
 from decode.policies.batch import BatchAuto, BatchController, batched
 from lm import CachedModel, Sampler
-from lm.batch import batch_of
+from lm.batch import BatchRow, batch_of
 from lm.draws import draw_rows, refuse_no_token
 from lm.signals import Normalised
 from lm.verification import verify_rows
@@ -48,8 +48,9 @@ class _Sequence:
     number: int | None = None
     """Index of the prompt; None: the row is free."""
 
-    def __init__(self, drafter: ModelDrafter, target: CachedModel) -> None:
-        self.drafter, self.target = drafter, target
+    def __init__(self, drafter: ModelDrafter, target: CachedModel | BatchRow) -> None:
+        self.drafter = drafter
+        self.target = target
 
     @property
     def num_planned(self) -> int:

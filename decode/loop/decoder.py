@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from decode.loop.batch import Batch
 from decode.loop.drafter import Drafter, ModelDrafter, Proposal
+from decode.loop.models import cached
 from decode.loop.rounds import Generation, Round, settle_round
-from decode.loop.session import Session, cached
+from decode.loop.session import Session
 from lm import CachedModel, FeatureModel, GreedySampler, RandomSampler, Sampler, Sampling
 from lm.verification import node_probs, verify_rows, verify_tree
 
@@ -134,9 +135,7 @@ class SpeculativeDecoder:
         committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
         self._check(len(committed), limit)
         draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
-        session = Session(self.sampling, self.eos_ids, draws, committed, limit)
-        session.is_open = True
-        try:
+        with Session(self.sampling, self.eos_ids, draws, committed, limit) as session:
             session.take(self.target, "target", verifies=True)
             self.drafter.start(session)
             while len(committed) < session.num_tokens:
@@ -146,9 +145,6 @@ class SpeculativeDecoder:
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return
-        finally:
-            session.is_open = False
-            session.models.clear()  # which know it
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError for a text that the target's context cannot hold; the last token is never fed."""

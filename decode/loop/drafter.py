@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.loop.session import Session, cached
+from decode.loop.models import cached
+from decode.loop.session import Session
 from decode.loop.signals import reader_of
 from decode.policies.base import AfterDraw, Policy, PolicyRun
 from lm import DraftModel

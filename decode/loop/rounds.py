@@ -14,6 +14,7 @@ from typing import Any
 from decode.loop.drafter import Drafter, Proposal
 from decode.policies.base import Number
 from lm import CachedModel
+from lm.batch import BatchRow
 from lm.masks import ROOT, Tree
 
 
@@ -137,7 +138,7 @@ def settle_round(
     text: list[int],
     proposal: Proposal,
     next_token: int,
-    target: CachedModel,
+    target: CachedModel | BatchRow,
     drafter: Drafter,
     *,
     eos_ids: frozenset[int],
@@ -155,7 +156,7 @@ def settle_round(
     text += emitted
     # the cache holds all fed tokens and should hold text[:-1]: the rest is N_discarded, measured instead of derived
     num_beyond = len(target) - (len(text) - 1)
-    if tree is not None:
+    if tree is not None and isinstance(target, CachedModel):
         target.keep(accepted)
     target.roll_back(len(text) - 1)
     drafter.conclude(text, len(accepted))

@@ -11,18 +11,22 @@ so a model's distributions may be narrower than the target's; they have zeros th
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from weakref import WeakSet
 
-from transformers import PreTrainedModel
+from lm import DraftModel, GreedySampler, Sampler, Sampling
 
-from lm import CachedModel, DraftModel, GreedySampler, Sampler, Sampling
+_IN_USE: WeakSet[DraftModel] = WeakSet()
+"""The models of open sessions."""
+_MAX_NEW = 4096
+"""New tokens that caches get room for at once: 100,000 would take gigabytes, and few answers are so long."""
 
 
 class Session:
-    """State that one generation shares with its drafters."""
+    """State that one generation shares with its drafters. As a context manager it keeps other generations from the
+    models that it takes until it ends.
+    """
 
     is_open = False
-    """Whether its models are in use."""
     _num_emitted = 0
     """Number of ids that the target may emit; 0 before a target is taken."""
     _num_drafted = inf
@@ -42,9 +46,20 @@ class Session:
         self.num_prompt = len(prompt_ids)
         self.num_tokens = self.num_prompt + max_new_tokens
         self.models: list[DraftModel] = []  # those that are taken
-        self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
-        self.sampling, self.eos_ids = sampling, eos_ids
+        self.sampling = sampling
+        self.eos_ids = eos_ids
         self.draws = GreedySampler() if sampling.is_greedy else draws
+        self._prompt_range = min(prompt_ids, default=0), max(prompt_ids, default=0)
+
+    def __enter__(self) -> "Session":
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_open = False
+        for model in self.models:
+            _IN_USE.discard(model)
+        self.models.clear()
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
         """Take a model and empty its cache; the target first, and every model that `verifies` before those below it.
@@ -65,13 +80,15 @@ class Session:
         if verifies:
             self._num_drafted = min(model.num_logits, self._num_drafted)
             self._num_emitted = self._num_emitted or model.num_logits
-        model.session = self
-        model.reset(self.num_tokens)
+        if self.is_open:
+            _IN_USE.add(model)
         self.models.append(model)
+        model.num_prompt = self.num_prompt
+        model.reset(room_of(self.num_prompt, self.num_tokens))
 
     def check(self, model: DraftModel, role: str) -> None:
         """Raise ValueError for a model in use or in train mode, or without an embedding for an id of the prompt."""
-        if model.session is not None and model.session.is_open:
+        if model in _IN_USE:
             raise ValueError(
                 f"the {role} is already in use, by another part of this generation or by another open stream; make a "
                 "model object for each use, or exhaust or close() the other stream first"
@@ -85,17 +102,6 @@ class Session:
                 )
 
 
-def cached(
-    model: Any, needed_by: object, *, vocab_size: int | None, with_hidden: bool = False, holds_trees: bool = False
-) -> Any:
-    """The model as a loop runs it: a `PreTrainedModel` is wrapped in a `CachedModel`; another one keeps its vocabulary
-    and must hold trees if they are needed. ValueError, which names the class of `needed_by`, otherwise, and for a model
-    that lacks the hidden states that are needed.
-    """
-    if isinstance(model, PreTrainedModel):
-        return CachedModel(model, vocab_size=vocab_size, with_hidden=with_hidden, holds_trees=holds_trees)
-    if holds_trees and not model.holds_trees:
-        raise ValueError(f"a {type(needed_by).__name__} needs models that hold trees; pass holds_trees=True to each")
-    if with_hidden and not model.with_hidden:
-        model.keep_hidden()
-    return model
+def room_of(num_prompt: int, num_tokens: int) -> int:
+    """Positions that caches get at once for a text of `num_tokens`, which may end long before."""
+    return min(num_tokens, num_prompt + _MAX_NEW)

@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lm.batch import BatchRow
 from lm.cache import CAPACITY, growing_cache, roll_back
 from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
-from lm.features.recorder import FeatureRecorder
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
@@ -36,13 +36,15 @@ class FeatureModel:
 
     with_hidden = True
     holds_trees = True
-    session: Any = None
+    num_prompt = 0
 
     def __init__(self, draft: FeatureDraft, target: CachedModel, *, vocab_size: int | None = None) -> None:
         """`draft` is bound to the model of `target`, which records what it reads; logits are cut to `vocab_size`."""
         assert target.recorder is not None, "make the target with a recorder of this draft"
-        self.draft, self.target, self.vocab_size = draft.eval(), target, vocab_size
-        self._recorder: FeatureRecorder = target.recorder
+        self.draft = draft.eval()
+        self.target = target
+        self.vocab_size = vocab_size
+        self._recorder = target.recorder
         self.hidden_size = draft.hidden_size
         self.num_logits = min(draft.config.vocab_size, vocab_size or draft.config.vocab_size)
         self.reset()
@@ -223,6 +225,6 @@ def feature_model(
     return kind(draft, target, vocab_size=vocab_size)
 
 
-DraftModel = CachedModel | FeatureModel  # a model that drafts token by token
+DraftModel = CachedModel | BatchRow | FeatureModel  # a model that drafts token by token
 TreeDraft = CachedModel | EagleModel | GlideModel
 """A model that drafts trees; EAGLE drafts grow EAGLE-2's trees, GliDe drafts CaPE's chain with siblings."""
