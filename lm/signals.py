@@ -9,7 +9,6 @@ Nothing stores it; readers count. The prompt is left out: its length would hide 
 """
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import NamedTuple
@@ -167,8 +166,7 @@ _OF_POLICIES = {
     "max_prob": Scalar("max q", False, lambda q, _: q.max_prob),
     "top_prob": Scalar("max q / top ten", False, _top_prob),
 }
-SIGNALS = ChainMap(SCALARS, _OF_POLICIES)
-"""Every signal by name: the scalars, and what only policies read, max_v q(v) and its share of the ten largest q(v)."""
+"""What only policies read: max_v q(v), and its share of the ten largest q(v)."""
 
 
 def stored_scalars() -> tuple[str, ...]:
@@ -186,7 +184,7 @@ def signals_of(
     for name in stored_scalars() if names is None else names:
         given = count if name == POSITION else token
         assert given is not None, f"{POSITION} needs count"
-        columns[name] = SIGNALS[name].formula(q, given)
+        columns[name] = (SCALARS.get(name) or _OF_POLICIES[name]).formula(q, given)
     return columns
 
 

@@ -60,7 +60,7 @@ from transformers import PreTrainedModel
 from decode.loop.drafter import Drafter, ModelDrafter, PolicyDrafter, Proposal
 from decode.loop.models import cached
 from decode.loop.session import Session
-from decode.policies.base import Policy
+from decode.policies.base import AfterDraw, Policy, PolicyRun
 from decode.policies.plain import FixedLength, SelfVerify
 from lm import CachedModel, next_dist
 from lm.verification import revealed_probs
@@ -92,7 +92,8 @@ class InnerRounds:
 class PreVerifiedDrafter(PolicyDrafter):
     """Drafts what the inner drafter proposes and `model` accepts, until its own policy stops or a context is full."""
 
-    role, verifies = "draft that pre-verifies", True
+    role = "draft that pre-verifies"
+    verifies = True
     model: CachedModel
 
     def __init__(
@@ -108,14 +109,16 @@ class PreVerifiedDrafter(PolicyDrafter):
         this level stops. `rounds` are by default those of full HSDDW.
         """
         super().__init__(model, policy, vocab_size=vocab_size)
-        self.inner, self.rounds = inner, rounds or InnerRounds()
+        self.inner = inner
+        self.rounds = rounds or InnerRounds()
 
     def start(self, session: Session) -> None:
         super().start(session)
         self.inner.start(session)
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        limit, text = self.begin(committed, max_tokens), list(committed)
+        limit = self.begin(committed, max_tokens)
+        text = list(committed)
         for window in self.rounds.lengths():
             room = limit - len(self.proposal.tokens)
             if room < 1 or self.proposal.stop_reason != "limit":
@@ -129,7 +132,8 @@ class PreVerifiedDrafter(PolicyDrafter):
         self.inner.roll_back(length)
 
     def _inner_round(self, text: list[int], window: int) -> None:
-        proposal, draws = self.proposal, self._session.draws
+        proposal = self.proposal
+        draws = self._session.draws
         num_before = len(proposal.tokens)
         inner = self.inner.propose(text, window) if window > 0 else Proposal()
         logits = self.model.feed(text[len(self.model) :] + inner.tokens, len(inner.tokens) + 1)
@@ -199,20 +203,22 @@ class InterleavedDrafter:
             raise ValueError(f"m is {m} and n is {n}; both must be at least 0")
         self.small: CachedModel = cached(small, self, vocab_size=vocab_size)
         self.medium: CachedModel = cached(medium, self, vocab_size=vocab_size)
-        self.m, self.n = m, n
+        self.m = m
+        self.n = n
 
     def start(self, session: Session) -> None:
         self._session = session
+        self._run = PolicyRun(Policy())
         for model, role in ((self.small, "small draft"), (self.medium, "medium draft")):
             session.take(model, role)
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
-        proposal = Proposal()
+        proposal = Proposal(run=self._run)
         ids = list(committed)
         context = min(self.small.max_length, self.medium.max_length)
         # the last token is drawn and never fed, so it may be one beyond the context
-        num_tokens = min(self.m * (self.n + 1), max_tokens, context - len(committed) + 1)
-        while len(proposal.tokens) < num_tokens and proposal.stop_reason == "limit":
+        self._run.begin(min(self.m * (self.n + 1), max_tokens), context - len(committed) + 1)
+        while self._run.is_going:
             is_small = len(proposal.tokens) % (self.n + 1) < self.n
             model = self.small if is_small else self.medium
             q = self._session.sampling.dists(model.feed(ids[len(model) :]), ids)[0]
@@ -222,7 +228,7 @@ class InterleavedDrafter:
             proposal.dists.append(q)
             proposal.num_micro += is_small
             proposal.num_draft_forwards += not is_small
-            proposal.stop_reason = "eos" if token in self._session.eos_ids else "limit"
+            self._run.take(AfterDraw(len(proposal.tokens) - 1), is_eos=token in self._session.eos_ids)
         proposal.num_micro_forwards = proposal.num_micro
         return proposal
 

@@ -69,15 +69,17 @@ class Growth:
 
     def __init__(self, shape: Shape, eos_ids: Set[int]) -> None:
         """`eos_ids`: tokens after which nothing is drafted."""
-        self._shape, self._eos_ids = shape, eos_ids
-        self.tokens, self.parents = list[int](), list[int]()
-        self.scores = list[float]()
+        self._shape = shape
+        self._eos_ids = eos_ids
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
         """Sum of log q along the path of each candidate."""
-        self.levels = list[list[int]]()
+        self.levels: list[list[int]] = []
         """The candidates of each level."""
         self.expanded = [ROOT]
         """The nodes whose distributions make the next level."""
-        self._fed = list[int]()
+        self._fed: list[int] = []
 
     def add_level(self, log_q: Float[Tensor, "expanded vocab"]) -> None:
         """Add the children of the expanded nodes, from their log probabilities; ValueError if these are not finite."""
@@ -166,7 +168,8 @@ class TreeDrafter(PolicyDrafter):
         super().__init__(model, policy, vocab_size=vocab_size)
         if isinstance(self.model, BlockModel):
             raise ValueError("a DSpark draft makes one block, which is a chain; draft without a tree")
-        self.shape, self.read_every = shape or dynamic(), read_every
+        self.shape = shape or dynamic()
+        self.read_every = read_every
         if isinstance(self.model, GlideModel) and self.shape.num_expanded > 1:
             raise ValueError(f"a GliDe draft feeds one chain, but {self.shape} expands more nodes; use CaPE's tree")
 
@@ -179,21 +182,26 @@ class TreeDrafter(PolicyDrafter):
         fed: Tree | None = Tree()
         while len(self._growth.levels) < num_levels and fed is not None:
             if not self._grow(committed, fed):
-                self.proposal.stop_reason = "policy"
+                self.run.stop("policy")
                 break
             fed = self._growth.expand()
-            self.proposal.stop_reason = "limit" if self._growth.open else "eos"
+        if fed is None:  # nothing follows the last level
+            self.run.stop("eos")
         self._nodes, tree = self._growth.selected()
         indices = {node: index for index, node in enumerate(self._nodes)}
-        self.proposal.tree, self.proposal.tokens = tree, list(tree.tokens)
+        self.proposal.run = self.run
+        self.proposal.tree = tree
+        self.proposal.tokens = list(tree.tokens)
         self.proposal.best = [indices[node] for node in self._path if node in indices]
         return self.proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:
         """The accepted path was rejected if it ends at a node with children."""
         self.model.roll_back(len(committed) - 1)
-        tree, accepted, best = self.proposal.tree, self.proposal.accepted, self.proposal.best
+        tree = self.proposal.tree
         assert tree is not None
+        accepted = self.proposal.accepted
+        best = self.proposal.best
         last = accepted[-1] if accepted else ROOT
         below = [depth for node, depth in enumerate(tree.depths) if last == ROOT or last in tree.path(node)]
         rejected_entropy = 0.0
@@ -214,15 +222,17 @@ class TreeDrafter(PolicyDrafter):
         growth.add_level(upcast(logits).log_softmax(-1))
         if not self._reads_tokens:
             return True
-        is_checked, path = len(growth.levels) % self.read_every == 0, growth.best_path()
+        is_checked = len(growth.levels) % self.read_every == 0
+        path = growth.best_path()
         run = self.run.branched(is_longer=path[:-1] == self._path)
         stops = False
         for node in path[len(run.steps) :]:
-            logits, self.model.hidden = self._outputs[growth.parents[node]]
-            drawn = self._signals.read(len(run.steps), logits, growth.tokens[node])
+            logits, states = self._outputs[growth.parents[node]]
+            drawn = self._signals.read(len(run.steps), logits, growth.tokens[node], states=states)
             if is_checked and node == path[-1] and run.stops_before(drawn):
                 growth.drop_level()
                 return False
             stops = run.keep(drawn)
-        self.run, self._path = run, path
+        self.run = run
+        self._path = path
         return not (is_checked and stops)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
-from decode.loop.session import Session
+from decode.loop.session import Session, room_of
 from decode.loop.step import DraftSteps
 from decode.policies.batch import BatchAuto, BatchController, batched
 from lm import CachedModel, Sampler
@@ -76,14 +76,16 @@ class Batch:
         num_rows: number of sequences that are decoded together.
         session: sampling and EOS ids.
         """
-        longest = max((len(prompt_ids) + limit for prompt_ids, limit, _ in requests), default=0)
-        num_tokens = longest + max_draft_length
+        rooms = [room_of(len(prompt_ids), len(prompt_ids) + limit) for prompt_ids, limit, _ in requests]
+        num_tokens = max(rooms, default=0) + max_draft_length
         self._target = batch_of(target, num_rows, num_tokens)
         self._draft = batch_of(drafter.model, num_rows, num_tokens)
         self._policy = policy = batched(drafter.policy, num_rows)
         rows = zip(self._draft.rows, self._target.rows, strict=True)
         self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
-        self._sampling, self._eos_ids, self._max_draft_length = session.sampling, session.eos_ids, max_draft_length
+        self._sampling = session.sampling
+        self._eos_ids = session.eos_ids
+        self._max_draft_length = max_draft_length
         self._steps = DraftSteps(self._draft.rows[0].embedding)
         self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
         self._waiting = ((number, *request) for number, request in enumerate(requests) if request[1] > 0)
@@ -96,8 +98,8 @@ class Batch:
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def __iter__(self) -> Iterator[BatchRound]:
-        """Decode all prompts, as many at once as there are rows; the rest wait in order. A second iteration goes on
-        where the first has ended.
+        """Decode all prompts, as many at once as there are rows; the rest wait in order. A second iteration continues
+        where the first one ended.
         """
         while True:
             free = [sequence for sequence in self._sequences if sequence.number is None]
@@ -110,7 +112,8 @@ class Batch:
             yield self._round(busy, len(joining))
 
     def _begin(self, sequence: _Sequence, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
-        sequence.number, sequence.committed = number, list(prompt_ids)
+        sequence.number = number
+        sequence.committed = list(prompt_ids)
         sequence.session = Session(self._sampling, self._eos_ids, draws, prompt_ids, limit)
         sequence.session.take(sequence.target, "target", verifies=True)
         sequence.drafter.start(sequence.session)
@@ -185,11 +188,12 @@ class Batch:
         return torch.cat(parts)
 
     def _settle(self, sequence: _Sequence, num_accepted: int, next_token: int, probs: list[float]) -> Round:
-        drafter, proposal = sequence.drafter, sequence.drafter.proposal
+        proposal = sequence.drafter.proposal
         proposal.set_accepted(num_accepted, probs)
-        proposal.stop_reason = drafter.run.stop_reason
-        settled = sequence.committed, proposal, next_token, sequence.target, drafter
-        round_ = settle_round(*settled, eos_ids=self._eos_ids)  # not timed: the seconds are the batch's (`BatchRound`)
+        # not timed: the seconds are the batch's (`BatchRound`)
+        round_ = settle_round(
+            sequence.committed, proposal, next_token, sequence.target, sequence.drafter, eos_ids=self._eos_ids
+        )
         assert sequence.number is not None
         self._rounds[sequence.number].append(round_)
         if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.session.num_tokens:

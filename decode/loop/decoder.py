@@ -167,8 +167,10 @@ class SpeculativeDecoder:
         drafted_s = perf_counter()
         verify_draft = self._verify_chain if proposal.tree is None else self._verify_tree
         next_token = verify_draft(committed, proposal, draws)
-        settled = committed, proposal, next_token, self.target, self.drafter
-        return settle_round(*settled, eos_ids=self.eos_ids, clock_s=(started_s, drafted_s))
+        clock_s = (started_s, drafted_s)
+        return settle_round(
+            committed, proposal, next_token, self.target, self.drafter, eos_ids=self.eos_ids, clock_s=clock_s
+        )
 
     def _verify_chain(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2: sets the accepted tokens and returns the next one."""
@@ -180,9 +182,9 @@ class SpeculativeDecoder:
 
     def _verify_tree(self, text: list[int], proposal: Proposal, draws: Sampler) -> int:
         """Law 4.2 with several candidates at each position."""
-        tree, target = proposal.tree, self.target
+        tree = proposal.tree
         assert tree is not None
-        logits = target.feed_tree(text[len(target) :], tree)
+        logits = self.target.feed_tree(text[len(self.target) :], tree)
         if self.sampling.sees_no_tokens:
             p = self.sampling.dists(logits)
         else:

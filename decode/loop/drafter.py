@@ -33,10 +33,8 @@ class Proposal:
     """The nodes' parents, if the tokens are the nodes of a tree."""
     best: list[int] = field(default_factory=list)
     """Of a tree: nodes of the path that the policy saw."""
-    stop_reason: str = "limit"
-    """limit, policy, eos."""
-    takes_feedback: bool = False
-    """The policy learns from acceptance probabilities."""
+    run: PolicyRun | None = None
+    """The policy's run through the generation; None: nothing but a limit stops the draft."""
     accepted: Sequence[int] = ()
     """Indices of the accepted tokens, set after verification."""
     acceptance_probs: Sequence[float] = ()
@@ -44,6 +42,16 @@ class Proposal:
     num_draft_forwards: int = 0
     num_micro: int = 0
     num_micro_forwards: int = 0
+
+    @property
+    def stop_reason(self) -> str:
+        """Why drafting stopped: limit, policy, eos."""
+        return "limit" if self.run is None else self.run.stop_reason
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether the policy learns from acceptance probabilities."""
+        return self.run is not None and self.run.takes_feedback
 
     def set_accepted(self, num_accepted: int, probs: Sequence[float]) -> None:
         """Record the verification of a chain; `probs`: `lm.verification.revealed_probs`."""
@@ -96,12 +104,13 @@ class PolicyDrafter:
     def start(self, session: Session) -> None:
         session.take(self.model, self.role, verifies=self.verifies)
         self._signals = reader_of(self.policy, self.model, self._signals)
-        self._session, self.proposal = session, Proposal()
+        self._session = session
+        self.proposal = Proposal()
         self.run = PolicyRun(self.policy)
 
     def begin(self, committed: list[int], max_tokens: int) -> int:
         """Begin a draft after `committed`: `proposal` is empty. Returns the maximum draft length."""
-        self.proposal = Proposal(takes_feedback=self.run.takes_feedback)
+        self.proposal = Proposal(run=self.run)
         self._signals.num_before = len(committed) - self._session.num_prompt
         return self.run.begin(max_tokens, self.model.max_length - len(committed) + 1)
 
@@ -110,7 +119,6 @@ class PolicyDrafter:
         if self.run.take(drawn, is_eos=token in self._session.eos_ids):
             self.proposal.tokens.append(token)
             self.proposal.dists.append(q)
-        self.proposal.stop_reason = self.run.stop_reason
         return self.run.is_going
 
     def roll_back(self, length: int) -> None:
@@ -138,17 +146,16 @@ class ModelDrafter(PolicyDrafter):
             pending = self.proposal.tokens[-1:]
         return self.proposal
 
-    def num_forwards(self, num_steps: int) -> int:
-        """Forwards of the draft for `num_steps` tokens: one each, or one for a whole block (law 4.9)."""
-        return min(num_steps, 1) if isinstance(self.model, BlockModel) else num_steps
-
     def take(self, token: int, drawn: AfterDraw, q: Float[Tensor, " vocab"]) -> bool:
-        self.proposal.num_draft_forwards = self.num_forwards(self.proposal.num_draft_forwards + 1)
+        # law 4.9: a forward for each token, or one for a whole block
+        if not self.proposal.num_draft_forwards or not isinstance(self.model, BlockModel):
+            self.proposal.num_draft_forwards += 1
         return super().take(token, drawn, q)
 
     def _step(self, committed: list[int], pending: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
         """Feed the pending tokens and draw one; returns the arguments of `take`."""
-        session, drafted = self._session, self.proposal.tokens
+        session = self._session
+        drafted = self.proposal.tokens
         logits = self.model.feed(pending)
         q = session.sampling.dists(logits, committed, drafted)[0]
         probs = q if session.sampling.is_plain else None
@@ -159,7 +166,8 @@ class ModelDrafter(PolicyDrafter):
 
         Forwards beyond an EOS are wasted, and count.
         """
-        proposal, session = self.proposal, self._session
+        proposal = self.proposal
+        session = self._session
         logits = self.model.feed(pending)
         drawn: list[Tensor] = []
         for position in range(num_tokens):
@@ -171,7 +179,9 @@ class ModelDrafter(PolicyDrafter):
         tokens = torch.cat(drawn).tolist()
         refuse_no_token(max(tokens), proposal.dists[0])
         num_kept = next((index + 1 for index, token in enumerate(tokens) if token in session.eos_ids), num_tokens)
-        proposal.stop_reason = "eos" if tokens[num_kept - 1] in session.eos_ids else "limit"
-        proposal.tokens, proposal.dists = tokens[:num_kept], proposal.dists[:num_kept]
-        proposal.num_draft_forwards = self.num_forwards(num_tokens)
+        if tokens[num_kept - 1] in session.eos_ids:
+            self.run.stop("eos")
+        proposal.tokens = tokens[:num_kept]
+        del proposal.dists[num_kept:]
+        proposal.num_draft_forwards = 1 if isinstance(self.model, BlockModel) else num_tokens
         self.run.steps = [(self.run.state, AfterDraw(index)) for index in range(num_kept)]

@@ -32,7 +32,7 @@ class Counts:
     """Drafted tokens that were accepted and emitted."""
     num_draft_forwards: Number = 0
     """Forwards of the draft (in a hierarchy, of the level below the target): one for each token, block or level of a
-    tree, for each stop between a forward and its draw, and for each token beyond an EOS if the draft `reads_at_end`.
+    tree. A stop between a forward and its draw costs one too, as does a token beyond an EOS if it `reads_at_end`.
     """
     num_micro: Number = 0
     """N_micro: tokens that the level below the draft proposed (hierarchies)."""
@@ -93,7 +93,8 @@ class Round:
         """The drafted tokens after the accepted ones; of a tree the likeliest path (siblings come in that order)."""
         if self.parents is None:
             return self.drafted[self.num_accepted :]
-        tree, path = Tree(self.drafted, self.parents), [self.path[-1] if self.path else ROOT]
+        tree = Tree(self.drafted, self.parents)
+        path = [self.path[-1] if self.path else ROOT]
         while below := tree.children(path[-1]):
             path.append(below[0])
         return tuple(tree.tokens_of(path[1:]))
@@ -107,7 +108,8 @@ class Round:
     def as_dict(self) -> dict[str, Any]:
         """The record for JSON; times in seconds."""
         names = ["drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"]
-        names += [] if self.parents is None else ["parents", "path"]
+        if self.parents is not None:
+            names += ["parents", "path"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -149,7 +151,8 @@ def settle_round(
     `next_token` is the target's token after the `accepted` ones of the proposal; `clock_s` is when the round began, and
     when it was drafted (None: the round is not timed).
     """
-    accepted, tree = tuple(proposal.accepted), proposal.tree
+    accepted = tuple(proposal.accepted)
+    tree = proposal.tree
     emitted = [proposal.tokens[index] for index in accepted]
     if not (emitted and emitted[-1] in eos_ids):
         emitted.append(next_token)
@@ -162,9 +165,18 @@ def settle_round(
     drafter.conclude(text, len(accepted))
     counts = counts_of(proposal, len(accepted), len(emitted))
     assert counts.num_discarded == num_beyond, f"law 4.4: {counts.num_discarded} discarded, {num_beyond} dropped"
-    began_s, drafted_s, ended_s = (*clock_s, perf_counter()) if clock_s else (0.0, 0.0, 0.0)
-    times_s, shape = (drafted_s - began_s, ended_s - drafted_s), () if tree is None else (tuple(tree.parents), accepted)
-    return Round(tuple(proposal.tokens), len(accepted), tuple(emitted), proposal.stop_reason, counts, *times_s, *shape)
+    began_s, drafted_s = (0.0, 0.0) if clock_s is None else clock_s
+    return Round(
+        drafted=tuple(proposal.tokens),
+        num_accepted=len(accepted),
+        emitted=tuple(emitted),
+        stop_reason=proposal.stop_reason,
+        counts=counts,
+        draft_s=drafted_s - began_s,
+        target_s=0.0 if clock_s is None else perf_counter() - drafted_s,
+        parents=None if tree is None else tuple(tree.parents),
+        path=() if tree is None else accepted,
+    )
 
 
 def counts_of(proposal: Proposal, num_accepted: int, num_emitted: int) -> Counts:

@@ -1,10 +1,14 @@
-"""What a policy sees of one draft step (law 4.3): signals of the distribution and the token (`lm.signals`), and scores
-of heads, `fed_logit`, `prefix_logit` and `drawn_logit`. All of them read the hidden state that produced q_i, which is
-also the one after y_{i-1} was fed, and their scalars: a fed-time head those of y_{i-1}, a drawn-time head those of y_i,
-a prefix head H(q_i) alone.
+"""What a policy sees of one draft step (law 4.3): signals of the distribution q_i and of its token y_i (`lm.signals`),
+and the scores of heads.
+
+Every head reads the hidden state that produced q_i, which is the state after y_{i-1}. The timings differ in scalars:
+
+    fed_logit       those of y_{i-1}
+    drawn_logit     those of y_i
+    prefix_logit    those of q_i, such as its entropy
 
 Only the signals that the policy names are computed. The token is drawn in the same step, so that token and signals
-reach the host together; a policy that stops before the draw sees only the distribution, and its token is discarded.
+reach the host together. A policy that stops before the draw sees the distribution alone, and the token is discarded.
 """
 
 import math
@@ -15,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from decode.loop.step import DraftSteps, computed
+from decode.loop.step import NO_STATES, DraftSteps, computed
 from decode.policies.base import AfterDraw, Policy, timing_of
 from heads.model.head import AcceptanceHead
 from heads.model.step import HostHead, StepwiseHead, Vocabulary
@@ -41,7 +45,9 @@ class SignalReader:
             raise ValueError(
                 f"{type(policy).__name__} reads signals {sorted(unknown)}; use some of {', '.join(AfterDraw._fields)}"
             )
-        self.model, self.requested, self.devices = model, policy.signals, _devices_of(model)
+        self.model = model
+        self.requested = policy.signals
+        self.devices = _devices_of(model)
         has_confidence = isinstance(model, BlockModel) and model.draft.confidence_head is not None
         self.confidence_of = model if isinstance(model, BlockModel) and "confidence_logit" in policy.signals else None
         if "confidence_logit" in policy.signals and not has_confidence:
@@ -75,21 +81,33 @@ class SignalReader:
         those of the draft's last forward, and `probs` softmax(logits), if it is known. ValueError if q is not finite.
         """
         token = draws.token(q) if self.on_host else draws.draw(q)
-        return self._read(position, logits, token, row, probs)
+        return self._read(position, logits, token, self.model.hidden, row=row, probs=probs)
 
-    def read(self, position: int, logits: Float[Tensor, " vocab"], token_id: int, *, row: int = -1) -> AfterDraw:
-        """The signals of a token that is already known."""
+    def read(
+        self,
+        position: int,
+        logits: Float[Tensor, " vocab"],
+        token_id: int,
+        *,
+        states: Float[Tensor, "rows hidden"] | None = None,
+        row: int = -1,
+    ) -> AfterDraw:
+        """The signals of a token that is already known; `states`: of a forward, None: of the draft's last one."""
         token = token_id if self.on_host else torch.full((1,), token_id, device=logits.device)
-        return self._read(position, logits, token, row, None)[1]
+        states = self.model.hidden if states is None else states
+        return self._read(position, logits, token, states, row=row)[1]
 
-    def _read(self, position: int, logits: Tensor, token: Any, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
+    def _read(
+        self,
+        position: int,
+        logits: Tensor,
+        token: Any,
+        states: Tensor | None,
+        *,
+        row: int = -1,
+        probs: Tensor | None = None,
+    ) -> tuple[int, AfterDraw]:
         raise NotImplementedError
-
-    @property
-    def states(self) -> Float[Tensor, "rows hidden"]:
-        """The states that produced the draft's last logits."""
-        assert self.model.hidden is not None, "a head scores hidden states: the draft must keep them"
-        return self.model.hidden
 
 
 class HostSignals(SignalReader):
@@ -102,33 +120,48 @@ class HostSignals(SignalReader):
         self._has_logits = not {"logit_token_prob", "logit_max_prob"}.isdisjoint(self.names)
         self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
         numbers = (*TokenStats._fields, POSITION, *self._others)
-        scores = {timing_of(head): HostHead(_stepwise(head, model), names=numbers).score for head in self.heads}
-        self._score_fed, self._score_prefix, self._score_drawn = map(scores.get, ("fed", "prefix", "drawn"))
+        self._scores = [(timing_of(head), HostHead(_stepwise(head, model), names=numbers).score) for head in self.heads]
         self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
 
-    def _read(self, position: int, logits: Tensor, token: int, row: int, probs: Tensor | None) -> tuple[int, AfterDraw]:
+    def _read(
+        self,
+        position: int,
+        logits: Tensor,
+        token: int,
+        states: Tensor | None,
+        *,
+        row: int = -1,
+        probs: Tensor | None = None,
+    ) -> tuple[int, AfterDraw]:
         if not self.requested:
             return token, AfterDraw(position)
-        stats, top_prob, fed_logit, prefix_logit, drawn_logit = _NO_STATS, 0.0, math.inf, 0.0, 0.0
+        known: dict[str, float] = {}
+        stats = _NO_STATS
         if self.names:
             stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy, has_logits=self._has_logits)
         if self._has_top:
-            top_prob = self._by_formula(logits, token, ["top_prob"])[0]
+            known["top_prob"] = self._by_formula(logits, token, ["top_prob"])[0]
+        if self.confidence_of is not None:
+            known["confidence_logit"] = self.confidence_of.confidence().item()
         if self.heads:
-            hidden = array_of(self.states)[row]  # numpy's index costs a tenth of torch's
+            assert states is not None, NO_STATES
+            hidden = array_of(states)[row]  # numpy's index costs a tenth of torch's
             others = self._by_formula(logits, token, self._others) if self._others else ()
-            numbers = (*stats, math.log1p(self.num_before + position), *others)
-            if self._score_fed is not None:
-                if position > 0:
-                    fed_logit = self._score_fed(hidden, *self._previous)
-                self._previous = numbers, token
-            if self._score_prefix is not None:
-                prefix_logit = self._score_prefix(hidden, numbers)
-            if self._score_drawn is not None:
-                drawn_logit = self._score_drawn(hidden, numbers, token)
-        confidence = 0.0 if self.confidence_of is None else self.confidence_of.confidence().item()
-        before = position, stats.entropy, stats.max_prob, fed_logit, prefix_logit, top_prob, confidence
-        return token, AfterDraw(*before, math.exp(stats.log_token_prob), drawn_logit, stats.logit_token_prob)
+            newest = (*stats, math.log1p(self.num_before + position), *others), token
+            for timing, score in self._scores:
+                if timing != "fed":
+                    known[f"{timing}_logit"] = score(hidden, *newest)
+                elif position > 0:
+                    known["fed_logit"] = score(hidden, *self._previous)
+            self._previous = newest
+        return token, AfterDraw(
+            position,
+            stats.entropy,
+            stats.max_prob,
+            token_prob=math.exp(stats.log_token_prob),
+            logit_token_prob=stats.logit_token_prob,
+            **known,
+        )
 
     def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
         columns = signals_of(Normalised(logits[None]), torch.tensor([token_id]), names)
@@ -146,12 +179,19 @@ class DeviceSignals(SignalReader):
         self._steps = DraftSteps(model.embedding)
 
     def _read(
-        self, position: int, logits: Tensor, token: Tensor, row: int, probs: Tensor | None
+        self,
+        position: int,
+        logits: Tensor,
+        token: Tensor,
+        states: Tensor | None,
+        *,
+        row: int = -1,
+        probs: Tensor | None = None,
     ) -> tuple[int, AfterDraw]:
         [token_id], [drawn] = self._steps.read(
             position,
             Normalised(logits[None], None if probs is None else probs[None]),
-            self.states[row][None] if self.heads else None,
+            states[row][None] if self.heads and states is not None else None,
             token,
             policies=self._policies,
             nums_before=[self.num_before],

@@ -17,6 +17,7 @@ from lm.signals import POSITION, Normalised, signals_of
 
 _READ = {"entropy", "max_prob", "top_prob", "logit_token_prob"}
 """Signals of `lm.signals` that policies read by the same name."""
+NO_STATES = "a head scores hidden states: the draft must keep them"
 Columns = dict[Any, Float[Tensor, " rows"]]
 """Numbers of each row, by the name of a signal or by the head."""
 Embedding = Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]
@@ -95,7 +96,7 @@ class DraftSteps:
         columns = signals_of(q, token, names, count)
         scores: Columns = {}
         for head in heads:
-            assert hidden is not None, "a head scores hidden states: the draft must keep them"
+            assert hidden is not None, NO_STATES
             source = self._previous if head.timing == "fed" else (columns, token)
             if source is not None:
                 known, ids = source

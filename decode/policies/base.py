@@ -173,8 +173,12 @@ def timing_of(head: Any) -> str:
 class PolicyRun:
     """One policy through one generation. A round is `begin`, then `take` for each token, then `end`."""
 
+    stop_reason = "limit"
+    """Why the draft of this round ended, or will: limit, policy, eos."""
+
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.state = policy, policy.start()
+        self.policy = policy
+        self.state = policy.start()
         self.takes_feedback = bool(policy.zero_feedback)
         self._may_stop_before = policy.stops_before
         self.steps: list[tuple[State, AfterDraw]] = []
@@ -187,7 +191,9 @@ class PolicyRun:
         self.state = self._first_state = self.policy.begin(self.state)
         self._num_allowed = num_allowed
         self.num_tokens = int(min(self.policy.limit(self.state), num_allowed, room))
-        self.steps, self.stop_reason, self.is_going = [], "limit", self.num_tokens > 0
+        self.steps = []
+        self.stop_reason = "limit"
+        self.is_going = self.num_tokens > 0
         return self.num_tokens
 
     def take(self, drawn: AfterDraw, *, is_eos: bool = False) -> bool:
@@ -204,7 +210,8 @@ class PolicyRun:
 
     def stop(self, reason: str) -> None:
         """End the draft of this round."""
-        self.stop_reason, self.is_going = reason, False
+        self.stop_reason = reason
+        self.is_going = False
 
     def stops_before(self, drawn: AfterDraw) -> bool:
         """Whether the policy ends the draft before this token, which it is not shown."""
@@ -219,7 +226,9 @@ class PolicyRun:
     def branched(self, *, is_longer: bool) -> "PolicyRun":
         """A copy for another path of a tree, which extends this path (`is_longer`) or starts the round over."""
         run = copy(self)
-        run.steps, run.state = ([*self.steps], self.state) if is_longer else ([], self._first_state)
+        run.steps = [*self.steps] if is_longer else []
+        if not is_longer:
+            run.state = self._first_state
         return run
 
     def end(

@@ -12,6 +12,9 @@ from decode.policies.recommended import one_head
 from decode.policies.scores import ScoringPolicy
 from heads.model.head import AcceptanceHead
 
+AUTO = "auto"
+"""In place of a threshold: law 4.11's rule, which needs none."""
+
 
 @dataclass(frozen=True)
 class HeadPolicy(ScoringPolicy):
@@ -20,11 +23,10 @@ class HeadPolicy(ScoringPolicy):
 
     Attributes, beside those of `ScoringPolicy`:
         max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
-            6. "auto" makes an `Auto` instead of this policy: the rule of law 4.11, with the times that `evaluation
-            tune` wrote into the head's config.
+            6. For the rule without a threshold see `head_policy`.
         is_calibrated: whether the threshold is on calibrated probabilities, as those that `tune` chooses are but for
-            SpecDec++'s own heads; "auto" always uses calibrated ones.
-        is_learning: None: "auto" does if it can, a fixed threshold does not.
+            SpecDec++'s own heads.
+        is_learning: None: as False.
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
 
@@ -35,28 +37,14 @@ class HeadPolicy(ScoringPolicy):
     keeps_newest: bool = False
     ranges = (("max_rejection_prob", 0, 1),)
 
-    def __new__(
-        cls, head: Any = None, max_rejection_prob: Any = None, *_: Any, is_learning: bool | None = None, **__: Any
-    ) -> Any:
-        """An `Auto` if the threshold is "auto", since law 4.11 is another rule with another state.
-
-        Raises:
-            ValueError: nothing was tuned for the head; a word other than "auto".
-        """
-        if not isinstance(max_rejection_prob, str):
-            return super().__new__(cls)
-        if max_rejection_prob != "auto":
-            raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it must be a probability, or auto")
-        return Auto.recommended(head, is_learning=is_learning)
-
     @classmethod
-    def from_pretrained(cls, path_or_hub_id: str | Path, **parameters: Any) -> Any:
+    def from_pretrained(cls, path_or_hub_id: str | Path, **parameters: Any) -> "HeadPolicy | Auto":
         """The policy of an exported head, at the threshold that `evaluation tune` wrote into its config.json.
 
         Args:
             path_or_hub_id: the directory of the head, or owner/name on the hub; or a folder of exported heads, of
                 which the best one is taken: the fastest that was tuned.
-            parameters: of this class, instead of what was tuned, such as max_rejection_prob="auto".
+            parameters: of `head_policy`, instead of what was tuned, such as max_rejection_prob="auto".
 
         Raises:
             FileNotFoundError: no exported head at this path.
@@ -72,9 +60,14 @@ class HeadPolicy(ScoringPolicy):
                     "max_rejection_prob=0.4, is_calibrated=True"
                 )
             parameters = {key: known[key] for key in ("max_rejection_prob", "is_calibrated")} | parameters
-        return cls(head, **parameters)
+        return head_policy(head, **parameters)
 
     def __post_init__(self) -> None:
+        if isinstance(self.max_rejection_prob, str):
+            raise ValueError(
+                f"max_rejection_prob is {self.max_rejection_prob!r}; it must be a probability. For the rule without a "
+                f'threshold use decode.policies.head_policy(head, "{AUTO}")'
+            )
         if self.keeps_newest and self.head.timing != "prefix":
             raise ValueError(f"keeps_newest is for a prefix head, not a {self.head.timing}-time one; leave it out")
         super().__post_init__()
@@ -106,3 +99,27 @@ class HeadPolicy(ScoringPolicy):
 
     def end(self, state: Any, outcome: Outcome) -> State:
         return 1.0, learned_from(state[1], outcome.feedback)
+
+
+def head_policy(
+    head: Head,
+    max_rejection_prob: Number = 0.7,
+    *,
+    is_calibrated: Number = False,
+    is_learning: bool | None = None,
+    keeps_newest: bool = False,
+) -> HeadPolicy | Auto:
+    """The `HeadPolicy` of these parameters; or for the threshold "auto" the rule of law 4.11, with the times that
+    `evaluation tune` wrote into the head's config. That rule reads calibrated probabilities, and it learns if it can,
+    unless `is_learning` is False.
+
+    Raises:
+        ValueError: nothing was tuned for the head; a threshold that is neither a probability nor "auto".
+    """
+    if isinstance(max_rejection_prob, str):
+        if max_rejection_prob != AUTO:
+            raise ValueError(f"max_rejection_prob is {max_rejection_prob!r}; it must be a probability, or {AUTO}")
+        return Auto.recommended(head, is_learning=is_learning)
+    return HeadPolicy(
+        head, max_rejection_prob, is_calibrated=is_calibrated, is_learning=is_learning, keeps_newest=keeps_newest
+    )

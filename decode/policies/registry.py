@@ -30,7 +30,7 @@ from configs.hints import meant
 from decode.policies.auto import AutoTokenProb
 from decode.policies.base import Policy
 from decode.policies.engines import Assisted, DSparkConfidence, LlamaCpp
-from decode.policies.head import HeadPolicy
+from decode.policies.head import AUTO, HeadPolicy, head_policy
 from decode.policies.plain import (
     AdaEDL,
     CumulativeTokenProb,
@@ -44,7 +44,7 @@ from decode.policies.plain import (
 from heads.model.head import AcceptanceHead
 
 __all__ = ["AdaEDL", "Assisted", "AutoTokenProb", "CumulativeTokenProb", "DSparkConfidence", "Entropy", "FixedLength"]
-__all__ += ["HeadPolicy", "Heuristic", "LlamaCpp", "MaxProb", "SelfVerify", "TokenProb"]
+__all__ += ["HeadPolicy", "Heuristic", "LlamaCpp", "MaxProb", "SelfVerify", "TokenProb", "head_policy"]
 
 
 class Registered(NamedTuple):
@@ -122,7 +122,7 @@ def registered(name: str) -> Registered:
     if name not in POLICIES:
         written = _IMPORTED.fullmatch(name)
         if written is None:
-            known = [*POLICIES, *RULES, "auto", "or a custom one as module:Class"]
+            known = [*POLICIES, *RULES, AUTO, "or a custom one as module:Class"]
             raise ValueError(f"there is no policy {name!r}; {meant(name, known)}")
         kind = _imported(written[1], written[2])
         POLICIES[name] = Registered(kind, f"{written[2]} ({written[1]})", lambda _: kind.grid)
@@ -183,7 +183,7 @@ def policy_of(
         recommended = loaded["head"].provenance.recommended
         loaded |= {key: recommended[key] for key in ("max_rejection_prob", "is_calibrated") if key in recommended}
     try:
-        return kind(**loaded)
+        return head_policy(**loaded) if name == "head" else kind(**loaded)
     except TypeError as error:
         raise ValueError(f"policy {name} cannot take {parameters}: {error}") from error
 
@@ -197,11 +197,12 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """(name, given parameters); ValueError for a part that is not parameter=value."""
     name, _, rest = spec.partition(":")
     written = _IMPORTED.fullmatch(spec.strip())
-    if written and name not in (*POLICIES, "auto"):
+    if written and name not in (*POLICIES, AUTO):
         name, rest = f"{written[1]}:{written[2]}", written[3] or ""
     parameters: dict[str, Any] = {}
-    if name == "auto":
-        name, parameters = "head", {"max_rejection_prob": "auto"}
+    if name == AUTO:
+        name = "head"
+        parameters["max_rejection_prob"] = AUTO
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals and name == "head" and "head" not in parameters:

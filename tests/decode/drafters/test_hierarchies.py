@@ -137,7 +137,7 @@ class DropsByValue(PreVerifiedDrafter):
 
     def take(self, token, drawn, q):
         if token == 0:
-            self.proposal.stop_reason = "policy"
+            self.run.stop("policy")
             return False
         return super().take(token, drawn, q)
 

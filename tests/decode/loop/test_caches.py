@@ -13,6 +13,7 @@ from lm.cache import BufferLayer
 from tests.conformance.families import FAMILIES, build
 from tests.toys.enumeration import seeded
 from tests.toys.random_drafts import beside, draft, target_of
+from tests.toys.random_pairs import greedy_of
 from tests.toys.small_pair import random_llama
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -90,6 +91,37 @@ def test_what_is_cached_is_not_copied_as_a_text_grows(kind, monkeypatch):
         decoder.generate_batch([PROMPT, [4]], [400, 500], batch_size=2)
     else:
         decoder.generate(PROMPT, 400)
+
+
+def capacities(*models) -> list[int]:
+    caches = [model.cache if isinstance(model, CachedModel) else model._cache for model in models]
+    return [layer.capacity for cache in caches for layer in cache.layers]
+
+
+@pytest.mark.parametrize("has_batch", [False, True])
+def test_a_limit_that_is_never_reached_takes_no_memory(has_batch):
+    target, model = (CachedModel(random_llama(seed, max_position_embeddings=2**21)) for seed in (0, 1))
+    decoder = loop(target, ModelDrafter(model, FixedLength(3)))
+    if has_batch:
+        batch = decoder.batch([PROMPT, [4]], 10**6, batch_size=2)
+        next(iter(batch))
+        held = capacities(batch._target, batch._draft)
+    else:
+        next(decoder.stream(PROMPT, 10**6))
+        held = capacities(target, model)
+    assert max(held) < 5000
+
+
+def test_a_long_text_grows_in_steps_and_keeps_what_it_holds(monkeypatch):
+    monkeypatch.setattr("lm.cache._MAX_STEP", 128)
+    monkeypatch.setattr("decode.loop.session._MAX_NEW", 100)
+    target, model = (
+        CachedModel(random_llama(seed, max_position_embeddings=2048, eos_token_id=None)) for seed in (0, 1)
+    )
+    decoder = loop(target, ModelDrafter(model, FixedLength(4)))
+    generated = list(decoder.generate(PROMPT, 400).token_ids)
+    assert generated == greedy_of(target.model, PROMPT, 400)
+    assert set(capacities(target, model)) == {256 + 2 * 128}
 
 
 def test_a_batch_of_one_holds_one_row():

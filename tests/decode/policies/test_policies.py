@@ -24,6 +24,7 @@ from decode.policies import (
     Outcome,
     Policy,
     SelfVerify,
+    head_policy,
 )
 from decode.policies.auto import Auto
 from decode.policies.base import mapped
@@ -106,9 +107,11 @@ TUNED |= {"index_offset": 0.3, "index_slope": 0.4, "first_index": 0.2}
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_a_head_policy_on_auto_is_the_rule(timing):
     head = AcceptanceHead(4, 0, timing, provenance=Provenance(recommended=TUNED))
-    rule, policy = Auto.recommended(head), HeadPolicy(head, "auto")
+    rule, policy = Auto.recommended(head), head_policy(head, "auto")
     fixed = HeadPolicy(head, 0.5)
-    for each in (policy, copy.copy(policy), replace(fixed, max_rejection_prob="auto")):
+    assert head_policy(head, 0.5) == fixed
+    spec = parse_policy("auto:PATH", load_head=lambda path: head)
+    for each in (policy, copy.copy(policy), spec):
         assert each == rule
     assert pickle.loads(pickle.dumps(policy)).throughput == rule.throughput == 2.0
     assert copy.copy(fixed) == fixed
@@ -122,8 +125,9 @@ PREFIX, DRAWN = AcceptanceHead(4, 0, "prefix"), AcceptanceHead(4, 0, "drawn")
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: HeadPolicy(AcceptanceHead(4, 0), "auto"), "acceptance-heads tune"),
-        (lambda: HeadPolicy(HEAD, "automatic"), "or auto"),
+        (lambda: head_policy(AcceptanceHead(4, 0), "auto"), "acceptance-heads tune"),
+        (lambda: head_policy(HEAD, "automatic"), "or auto"),
+        (lambda: HeadPolicy(HEAD, "auto"), r'use decode.policies.head_policy\(head, "auto"\)'),
         (lambda: HeadPolicy(HEAD, 0.4, is_learning=True), "not a fed-time one"),
         (lambda: Auto(HEAD, -1.0, 1.0), "t_draft_s is -1.0"),
         (lambda: Auto(HEAD, 0.1, 0.0), "t_target_s is 0.0"),

@@ -38,7 +38,7 @@ class PointMassDrafter(ModelDrafter):
         proposal = super().propose(committed, max_tokens)
         if len(proposal.tokens) < self._min_length and proposal.stop_reason != "eos":
             proposal.tokens, proposal.dists, self.run.steps = [], [], []
-            proposal.stop_reason = "policy"
+            self.run.stop("policy")
         return proposal
 
     def _step(self, committed: list[int], pending: list[int]) -> tuple[int, AfterDraw, Float[Tensor, " vocab"]]:
