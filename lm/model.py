@@ -21,7 +21,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from lm import forwards
 from lm.cache import CAPACITY, BufferLayer, Snapshots, is_attention, make_cache
-from lm.features.recorder import FeatureRecorder
 from lm.masks import EMPTY, Tree, additive, tree_feed
 from lm.rope import RopeSwitch, rope_switch_of
 from lm.selfcheck import check_cache, check_tree
@@ -126,7 +125,7 @@ class CachedModel(ModelledText):
 
     one_token_at_a_time = False
     """After the prompt, feed one token at a time, as `generate` does; some recurrent layers need it."""
-    recorder: FeatureRecorder | None = None
+    recorder: Any = None  # a `FeatureRecorder` of what a feature draft reads; feature drafts import this module
     _tree = EMPTY  # the nodes that are in the cache
     _snapshots: Snapshots | None = None
 
@@ -137,7 +136,7 @@ class CachedModel(ModelledText):
         vocab_size: int | None = None,
         with_hidden: bool = False,
         holds_trees: bool = False,
-        recorder: FeatureRecorder | None = None,
+        recorder: Any = None,
     ) -> None:
         """Any causal language model of transformers whose cache can be rolled back. `with_hidden` keeps the final
         hidden states, and costs a hook if the model is more than body and head; `feed_tree` and `keep` need

@@ -1,4 +1,4 @@
-"""Models as a loop runs them, wrapped in one place, with one rule for each thing that a wrapped model decides.
+"""Models as a loop runs them: the one module that wraps them, with one rule for each thing that a wrapper decides.
 
 vocabulary        a bare model's logits are cut to `vocab_size`; a wrapped model keeps its own (`Session.take` refuses
                   one that does not fit)

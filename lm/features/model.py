@@ -22,6 +22,7 @@ from lm.features.base import FeatureDraft, Outputs
 from lm.features.dspark import DSpark, Memory
 from lm.features.eagle import Eagle
 from lm.features.glide import Glide
+from lm.features.recorder import FeatureRecorder
 from lm.forwards import refuse_training
 from lm.masks import EMPTY, Tree, tree_feed
 from lm.model import CachedModel
@@ -44,7 +45,7 @@ class FeatureModel:
         self.draft = draft.eval()
         self.target = target
         self.vocab_size = vocab_size
-        self._recorder = target.recorder
+        self._recorder: FeatureRecorder = target.recorder
         self.hidden_size = draft.hidden_size
         self.num_logits = min(draft.config.vocab_size, vocab_size or draft.config.vocab_size)
         self.reset()
