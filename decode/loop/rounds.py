@@ -146,8 +146,8 @@ def settle_round(
     eos_ids: frozenset[int],
     clock_s: tuple[float, float] | None = None,
 ) -> Round:
-    """End a verified round: extend the text by the accepted tokens and `next_token`, and roll the caches back; `clock_s`
-    is when the round began and when it was drafted (None: the round is not timed).
+    """End a verified round: extend the text by the accepted tokens and `next_token`, and roll the caches back.
+    `clock_s` is when the round began and when it was drafted (None: the round is not timed).
     """
     accepted = tuple(proposal.accepted)
     tree = proposal.tree

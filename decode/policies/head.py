@@ -13,7 +13,7 @@ from decode.policies.scores import ScoringPolicy
 from heads.model.head import AcceptanceHead
 
 AUTO = "auto"
-"""In place of a threshold: law 4.11's rule, which needs none."""
+"""Instead of a threshold: law 4.11's rule, which needs none."""
 
 
 @dataclass(frozen=True)
