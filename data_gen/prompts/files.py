@@ -160,3 +160,12 @@ def open_lines(path: str | Path) -> BufferedIOBase:
     if kind is not None:
         raise ValueError(f"{path} {kind}")
     return open(path, "rb")
+
+
+def states_of(path: Path) -> Iterator[str]:
+    """Path, inode, size and times of a file, or of each file in a directory; none for what is not on this machine."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            stat = file.stat()
+            yield f"{file.absolute()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from configs.schema import DataConfig, PromptSource
 from data_gen.prompts.exact import exact_source
-from data_gen.prompts.files import Record, json_records, table_records
+from data_gen.prompts.files import Record, json_records, states_of, table_records
 from data_gen.prompts.growth import FirstSplit, first_split, hash_of, limits_between, split_within
 from data_gen.prompts.listed import check_listed, listed_splits
 from data_gen.prompts.prompt import Prompt, prompts_of, say_once, without_replaced
@@ -63,6 +63,9 @@ _LOADED = _BUILDERS | {".jsonl": "json", ".json": "json"}
 """Suffix of a file in a directory -> its builder."""
 _BEFORE: dict[Split, tuple[Split, ...]] = {"test": (), "dev": ("test",), "train": ("test", "dev")}
 """Split -> those that keep a repeated prompt instead of it."""
+_PARSED: dict[tuple[str, ...], tuple[list[Prompt], dict[str, str]]] = {}
+"""Set, part and states of files -> what `read` returns, for the newest `_MAX_PARSED`."""
+_MAX_PARSED = 8
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "
@@ -342,13 +345,25 @@ def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
 
 
 def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of one part of a set (None: the part that is split), and its unreadable records: where -> reason.
+    """The prompts of one part of a set (None: the part that is split), and its unreadable records: where -> reason. A
+    process parses a part once, and again if one of its files changed.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
     part = part or prompt_set.split
+    key = (repr(prompt_set), part, *states_of(Path(prompt_set.data_files or prompt_set.path)))
+    if key not in _PARSED:
+        parsed = _parsed(prompt_set, part)
+        if len(_PARSED) == _MAX_PARSED:
+            del _PARSED[next(iter(_PARSED))]
+        _PARSED[key] = parsed
+    prompts, problems = _PARSED[key]
+    return list(prompts), dict(problems)
+
+
+def _parsed(prompt_set: PromptSet, part: str) -> tuple[list[Prompt], dict[str, str]]:
     file = str(prompt_set.data_files)
     if prompt_set.path == "json" and Path(file).is_file():
         records = json_records(file)

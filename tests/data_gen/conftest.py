@@ -9,9 +9,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from configs.schema import Config, ServerConfig
 from data_gen.pipeline.command import make
+from data_gen.prompts import sets
 from tests.data_gen.on_disk import toy_of, with_data
 from tests.toys.answering import answering, echo, url_of
 from tests.toys.saved_pair import save_toy
+
+
+@pytest.fixture(autouse=True)
+def _unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test parses its prompt sets: those of the hub are other ones in each test."""
+    monkeypatch.setattr(sets, "_PARSED", {})
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 from configs.command import config_of, parser_for
 from configs.schema import DataConfig, PromptSource
 from data_gen.pipeline.command import make
+from data_gen.pipeline.stages import shards_of
 from data_gen.prompts import sets as hub
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, Split, load_prompts, set_of
@@ -132,11 +134,12 @@ def test_what_cannot_be_read_is_named_in_one_line(tmp_path, name, content, compl
 
 
 def known(monkeypatch, **source: Any) -> tuple[dict, dict[str, list[str]]]:
-    """What `datasets` is asked for when a known set is read, and the texts of each split."""
-    asked: dict = {}
+    """What `datasets` is asked for when a known set is read, with every part, and the texts of each split."""
+    asked: dict = {"splits": []}
 
     def load_dataset(path, name, *, split, data_files):
-        asked.update(path=path, name=name, split=split)
+        asked.update(path=path, name=name)
+        asked["splits"].append(split)
         names = {"question": "q", "ask": "a", "key": ""}
         return [{name: f"{split} {letter}{number}" for name, letter in names.items()} for number in range(10)]
 
@@ -151,18 +154,18 @@ def known(monkeypatch, **source: Any) -> tuple[dict, dict[str, list[str]]]:
 
 def test_a_known_set_reads_the_part_and_the_columns_that_the_user_names(monkeypatch):
     asked, texts = known(monkeypatch, path="gsm8k")
-    assert asked == {"path": "openai/gsm8k", "name": "main", "split": "test"}
+    assert asked == {"path": "openai/gsm8k", "name": "main", "splits": ["test", "train"]}
     assert {name: len(found) for name, found in texts.items()} == {"train": 8, "dev": 2, "test": 10}, "as it prescribes"
     own = {"split": "validation", "name": "socratic", "columns": {"prompt": "ask"}}
     asked, texts = known(monkeypatch, path="gsm8k", **own)
-    assert asked == {"path": "openai/gsm8k", "name": "socratic", "split": "validation"}
+    assert asked == {"path": "openai/gsm8k", "name": "socratic", "splits": ["validation"]}
     assert {name: len(found) for name, found in texts.items()} == {"train": 6, "dev": 2, "test": 2}
     assert all(text.startswith("validation a") for found in texts.values() for text in found)
     assert not set(texts["train"]) & set(texts["test"])
     _, texts = known(monkeypatch, path="gsm8k", test_split="validation")
     assert all(text.startswith("validation q") for text in texts["test"])
     asked, _ = known(monkeypatch, path="humaneval")
-    assert asked["split"] == "test"
+    assert asked["splits"] == ["test"]
     with pytest.raises(ValueError, match="no column 'absent'"):
         load_prompts(DataConfig(prompts=PromptSource(path="alpaca", columns={"prompt": "absent"})), "train")
 
@@ -323,3 +326,22 @@ def test_parquet_without_rows_is_refused_by_its_path(tmp_path: Path):
         loaded(PromptSource(path=str(tmp_path / "empty.parquet")))
     with pytest.raises(ValueError, match=r"empty\.parquet has no rows; fill it"):
         loaded(PromptSource(path=str(tmp_path)))
+
+
+def test_each_set_is_parsed_once_in_a_process_and_again_if_it_changed(tmp_path, monkeypatch):
+    """`data` needs the prompts of every split, and each split those of the splits before it."""
+    parsed = []
+    read_records = hub.json_records
+    monkeypatch.setattr(hub, "json_records", lambda file: parsed.append(Path(file).name) or read_records(file))
+    paths = [tmp_path / f"{name}.jsonl" for name in ("a", "b")]
+    for path in paths:
+        write_lines(path, ({"id": f"{number}", "prompt": f"{path.stem} {number}"} for number in range(40)))
+    config = DataConfig(prompts=tuple(map(str, paths)), num_train=20, num_dev=4, num_test=4)
+    shards_of(config)
+    assert sorted(parsed) == ["a.jsonl", "b.jsonl"]
+    prompts, _ = hub.read(set_of(PromptSource(path=str(paths[1]))))
+    prompts.clear()
+    write_lines(paths[0], ({"id": f"{number}", "prompt": f"new {number}"} for number in range(40)))
+    texts = [prompt.text for spec in shards_of(config) for prompt in spec.prompts]
+    assert Counter(text.split()[0] for text in texts) == {"new": 14, "b": 14}
+    assert sorted(parsed) == ["a.jsonl", "a.jsonl", "b.jsonl"]
