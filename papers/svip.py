@@ -273,7 +273,8 @@ def times_of(decoded: Sequence[Decoded]) -> Times:
         lambda later: [later.counts.num_target, later.counts.num_drafted],
     )
     alone_s = max(draft_s + target_s, _SMALLEST_S)
-    return Times(max(step_s, _SMALLEST_S), (alone_s, alone_s + node_s), "fitted")
+    longest = max(member.played.lengths.shape[-1] for member in decoded)
+    return Times(max(step_s, _SMALLEST_S), tuple(alone_s + node_s * k for k in range(longest)), "fitted")
 
 
 def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -79,7 +79,7 @@ def report(
     pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
     gain.to_csv(directory / "gain.csv", index=False)
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
-    nums = (len(decoded[0].stored[0]) if decoded else 0 for decoded in (test, dev))
+    nums = (decoded[0].num_prompts if decoded else 0 for decoded in (test, dev))
     title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
     tables.result_table(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()

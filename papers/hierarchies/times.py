@@ -80,7 +80,8 @@ def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) ->
     """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round; ValueError
     if there is none.
     """
-    has_second = np.concatenate([member.later.counts.num_target.ravel() > 0 for member in decoded])
+    every = [member.played.later for member in decoded if member.played.later is not None]
+    has_second = np.concatenate([later.counts.num_target.ravel() > 0 for later in every])
     if not has_second.any():
         raise ValueError("no generation has a second round to fit times to; raise decode.max_new_tokens")
 
@@ -88,8 +89,10 @@ def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) ->
         parts = [np.column_stack([*map(np.ravel, of_member)]) for of_member in columns]
         return np.concatenate(parts).astype(float)[has_second]
 
-    draft_counts, target_counts = (rows(of(member.later) for member in decoded) for of in (drafting, verifying))
-    draft_s, target_s = rows([member.column(f"later_{of}_s") for of in ("draft", "target")] for member in decoded).T
+    seconds = [later.seconds for later in every if later.seconds is not None]
+    draft_counts = rows(drafting(later) for later in every)
+    target_counts = rows(verifying(later) for later in every)
+    draft_s, target_s = rows([of["drafting_s"], of["verifying_s"]] for of in seconds).T
     step_s, verify_s = least_absolute(draft_counts, draft_s), least_absolute(target_counts, target_s)
     total = draft_s + target_s
     residual = total - draft_counts @ step_s - target_counts @ verify_s

@@ -68,8 +68,8 @@ def decoded_of(config):
     experiment = Experiment(config)
     policy = HeadPolicy(AcceptanceHead.from_pretrained(head_of(config)), max_rejection_prob=0.5)
     run = decoded.run_key(experiment, ("target", "draft"))
-    key = {"prompt": "prompt", "arm": "sd with head", "setting": decoded.version_of(policy), "run": run}
-    return KeyedStore(experiment.directory / "decoded.jsonl", remedy=""), key
+    key = {"prompt": "prompt", "arm": f"sd with head: {decoded.version_of(policy)}", "run": run}
+    return KeyedStore(experiment.directory / "clocked.jsonl", remedy=""), key
 
 
 STORES = {

@@ -3,7 +3,7 @@ clocked tables dev chooses by counts and times, and test chooses nothing.
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -17,13 +17,14 @@ from decode.experiment import Experiment
 from decode.loop.rounds import Counts
 from decode.policies import Entropy, FixedLength, Heuristic, MaxProb, TokenProb
 from evaluation.competitor import Competitor
+from evaluation.sources.clock import Clocked
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
 from papers import svip
-from papers.hierarchies.decoded import Decoded, StoredLoop
+from papers.hierarchies.decoded import StoredLoop, decoded_of
 from papers.svip import CHAIN, by_category, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
 from tests.evaluation.commands import called, config_with, printed, refusal, spelt
 from tests.toys.small_pair import trace
@@ -134,13 +135,18 @@ ROUNDS = {1: (30, 28, 32), 2: (18, 20, 19), 4: (16, 15, 17), 0.1: (30,) * 3, 0.2
 DRAFTED = {1: 1, 2: 2, 4: 4, 0.1: 1, 0.2: 3}
 
 
-def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48):
+def timed(rounds: int, length: int, stall: float = 1.0, seconds: float = 1.0, emitted: int = 48) -> Clocked:
     """At 1 + 2 f seconds for a draft of f forwards, and 10 + 3 k for a verification of k tokens."""
     drafted = rounds * length
-    counts = asdict(Counts(num_emitted=emitted, num_drafted=drafted, num_target=rounds, num_draft_forwards=drafted))
-    made = {"counts": counts, "seconds": seconds, "later": counts, "repeats": 1}
-    draft_s, target_s = stall * rounds * (1 + 2 * length), stall * rounds * (10 + 3 * length)
-    return made | {"later_draft_s": draft_s, "later_target_s": target_s}
+    run = Clocked(
+        counts=Counts(num_emitted=emitted, num_drafted=drafted, num_target=rounds, num_draft_forwards=drafted),
+        lengths=(*[0] * length, rounds),
+        whole_s=seconds,
+        first_token_s=0.0,
+        drafting_s=stall * rounds * (1 + 2 * length),
+        verifying_s=stall * rounds * (10 + 3 * length),
+    )
+    return replace(run, later=run)
 
 
 class Dev(StoredLoop):
@@ -155,7 +161,7 @@ class Dev(StoredLoop):
             [[timed(num, DRAFTED[value], self.stall if num == 19 else 1.0) for num in ROUNDS[value]] for value in of]
             for of in values
         ]
-        return list(map(Decoded, competitors, made)) if self.stall else []
+        return list(map(decoded_of, competitors, made)) if self.stall else []
 
 
 def chosen(stops, lengths, loop):
@@ -167,7 +173,7 @@ def chosen(stops, lengths, loop):
 
 def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
     times = svip.times_of(Dev().play([svip.fixed((1, 2, 4))], "dev"))
-    assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14), rel=1e-3)
+    assert (times.t_draft_s, *times.t_target_s) == pytest.approx((2, 11, 14, 17, 20, 23), rel=1e-3)
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
     for stall in (1.0, 8.0):
         assert chosen([STOP], [1, 2, 4], Dev(stall)) == {method: (setting,) for method, setting in best.items()}
@@ -179,7 +185,7 @@ def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
 def rows_at(stop_s: tuple[float, ...], best_s: tuple[float, ...] = (2.0, 2.0, 4.0, 4.0)):
     methods = {"chain, as published": (4.0, 4.0, 8.0, 8.0), "chain, best fixed": best_s, "chain + stop": stop_s}
     rows = {
-        name: Decoded(
+        name: decoded_of(
             Competitor(name, name, FixedLength(0), ({},)), [[timed(5, 2, seconds=each, emitted=10) for each in seconds]]
         ).result()
         for name, seconds in (methods | {"alone": (8.0,) * 4}).items()
@@ -228,14 +234,14 @@ def flags_of(directory: Path, *more: str) -> list[str]:
 def test_the_clock_of_test_prompts_makes_the_gains_and_no_choice(capsys, tmp_path):
     argv = flags_of(tmp_path, "--paper", "svip-trees", "--pair.draft.path", "checkpoints/tiny/glide", "--repeats", "2")
     (first,) = printed(capsys, *argv)[1]["tables"]
-    path = tmp_path / "svip-table-3" / "glide" / "stories" / "decoded.jsonl"
+    path = tmp_path / "svip-table-3" / "glide" / "stories" / "clocked.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     tests = [line for line in lines if line["value"]["repeats"] == 2]
     dev = [line for line in lines if line not in tests]
     assert not {line["key"]["prompt"] for line in tests} & {line["key"]["prompt"] for line in dev}
     pace_s = {"target alone": 4.0, "chain": 2.0, "chain + entropy": 1.0, "CaPE": 1.0, "CaPE + entropy": 2.0}
     for line in tests:
-        line["value"]["seconds"] = pace_s[line["key"]["arm"]] * line["value"]["counts"]["num_emitted"]
+        line["value"]["whole_s"] = pace_s[line["key"]["arm"].partition(":")[0]] * line["value"]["counts"]["num_emitted"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (second,) = printed(capsys, *argv)[1]["tables"]
     assert [row["setting"] for row in second["rows"]] == [row["setting"] for row in first["rows"]]

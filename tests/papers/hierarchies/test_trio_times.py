@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from decode import Counts, Generation, Round
+from decode import Counts
 from decode.policies import Entropy, FixedLength
 from evaluation.competitor import Competitor
+from evaluation.sources.clock import Clocked
 from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
 from papers.hierarchies import configurations
 from papers.hierarchies.command import play
-from papers.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, stored_of
+from papers.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, decoded_of
 from papers.hierarchies.tables import paying, third_level_frame, third_level_verdict
 from papers.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from tests.evaluation.commands import called, printed, refusal
@@ -33,12 +34,19 @@ def counts(micro: int, draft: int, target: int, **more: int) -> Counts:
     return Counts(num_micro_forwards=micro, num_draft_forwards=draft, num_target=target, **more)
 
 
-def stored(micro: int, draft: int, target: int, *, stop_s: float = 0.0, stall: float = 1.0, **more: int):
-    """Two rounds at 1, 4 and 20 ms a forward; the first reads the prompt and takes an hour, which no fit may see."""
-    draft_s = stall * (0.001 * micro + 0.004 * draft + stop_s * (micro + draft))
-    first = Round((), 0, (1,), "limit", counts(9, 9, 1), 3600.0, 0.0)
-    second = Round((), 0, (2,), "limit", counts(micro, draft, target), draft_s, stall * 0.02 * target)
-    return stored_of([Generation((1, 2), (first, second), counts(micro, draft, target, **more))])
+def stored(micro: int, draft: int, target: int, *, stop_s: float = 0.0, stall: float = 1.0, **more: int) -> Clocked:
+    """Rounds at 1, 4 and 20 ms a forward; the first reads the prompt and takes an hour, which no fit may see."""
+    drafting_s = stall * (0.001 * micro + 0.004 * draft + stop_s * (micro + draft))
+    later = Clocked(
+        counts=counts(micro, draft, target),
+        lengths=(target,),
+        whole_s=drafting_s,
+        first_token_s=0.0,
+        drafting_s=drafting_s,
+        verifying_s=stall * 0.02 * target,
+    )
+    total = counts(micro, draft, target, **more)
+    return replace(later, counts=total, whole_s=3600.0, drafting_s=3600.0, first_token_s=3600.0, later=later)
 
 
 def three(times: Times) -> tuple[float, ...]:
@@ -51,29 +59,26 @@ def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
     assert (redundancy(round_of), round_of.verification_rate) == pytest.approx((0.4436, 0.1446), abs=1e-4)
     assert redundancy(Counts(num_emitted=3, num_target=3)) == 0.0
     one = stored(0, 6, 2, num_drafted=6)
-    total = Decoded(replace(FREE, family=MICRO_ALONE), [[one, one]]).played.total()
+    total = decoded_of(replace(FREE, family=MICRO_ALONE), [[one, one]]).played.total()
     counted = total.num_micro_forwards, total.num_draft_forwards, total.num_micro, total.num_drafted
     assert counted == (12, 0, 12, 12), "forwards of the micro alone count as micro's"
 
 
 def test_the_fit_recovers_the_three_times_and_a_stalled_generation_changes_none():
-    times, r2 = fit_times([Decoded(FREE, [[stored(*of) for of in TRIO]])])
+    times, r2 = fit_times([decoded_of(FREE, [[stored(*of) for of in TRIO]])])
     assert (*three(times), r2) == pytest.approx((0.001, 0.004, 0.02, 1.0))
     of = [stored(*each) for each in (*TRIO, (2, 9, 3), (8, 1, 4))]
-    times, r2 = fit_times([Decoded(FREE, [[*of, *of, stored(2, 9, 3, stall=60.0)]])])
+    times, r2 = fit_times([decoded_of(FREE, [[*of, *of, stored(2, 9, 3, stall=60.0)]])])
     assert three(times) == pytest.approx((0.001, 0.004, 0.02), rel=0.02)
     assert r2 < 0.5
     with pytest.raises(ValueError, match="no generation has a second round"):
-        fit_times([Decoded(FREE, [[stored(5, 2, 0)]])])
-    rounds = [[Round((), 0, (token,), "limit", counts(1, 1, 1), s, 1.0) for token in (1, 2)] for s in (2.0, 90.0, 3.0)]
-    one = stored_of([Generation((1, 2), tuple(each), Counts()) for each in rounds])  # the median of their seconds
-    assert [one[name] for name in ("seconds", "later_draft_s", "later_target_s", "repeats")] == [8.0, 3.0, 1.0, 3]
+        fit_times([decoded_of(FREE, [[stored(5, 2, 0)]])])
 
 
 def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
     """2 ms a stop: HSDDW pays it at micro's forwards and at the draft's, plain speculation nowhere."""
-    free = Decoded(FREE, [[stored(*of) for of in ((0, 3, 2), (6, 1, 2), (1, 0, 5))]])
-    slower = Decoded(STOPPED, [[stored(*of, stop_s=0.002) for of in ((5, 2, 1), (7, 7, 1), (3, 9, 2))]])
+    free = decoded_of(FREE, [[stored(*of) for of in ((0, 3, 2), (6, 1, 2), (1, 0, 5))]])
+    slower = decoded_of(STOPPED, [[stored(*of, stop_s=0.002) for of in ((5, 2, 1), (7, 7, 1), (3, 9, 2))]])
     times, _ = fit_times([free, slower])
     kind = Entropy().stop_kind
     assert (*three(times), times.t_stop_s[kind]) == pytest.approx((0.001, 0.004, 0.02, 0.002))
@@ -85,7 +90,7 @@ def test_a_stop_is_paid_at_every_forward_of_the_models_that_it_stops():
 
 def test_at_the_break_even_both_take_the_same_time_per_token():
     played = (FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50)
-    plain, hierarchy, slow = (Decoded(one, [[stored(*of, num_emitted=num)]]).played for one, of, num in played)
+    plain, hierarchy, slow = (decoded_of(one, [[stored(*of, num_emitted=num)]]).played for one, of, num in played)
     for stop_s in (0.0, 0.05):
         times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
         there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
@@ -96,7 +101,7 @@ def test_at_the_break_even_both_take_the_same_time_per_token():
 def forty(competitor: Competitor, *settings: tuple[int, int, int]) -> Decoded:
     """Forty prompts: ten tokens, `target` rounds of five handed over, three accepted."""
     more = [{"num_emitted": 10, "num_drafted": 5 * of[2], "num_accepted": 3 * of[2]} for of in settings]
-    return Decoded(competitor, [[stored(*of, **each)] * 40 for of, each in zip(settings, more, strict=True)])
+    return decoded_of(competitor, [[stored(*of, **each)] * 40 for of, each in zip(settings, more, strict=True)])
 
 
 def test_a_third_level_pays_exactly_between_its_break_evens():
@@ -127,7 +132,7 @@ class Loop(StoredLoop):
 def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
     for has_dev, best in ((True, 1), (False, 0)):
         dev, test = play(Loop(has_dev=has_dev), [FREE, FIXED])
-        assert [len(one.stored) for one in dev] == [1, 2] * has_dev
+        assert [len(one.played.counts.num_target) for one in dev] == [1, 2] * has_dev
         assert [one.competitor for one in test] == [FREE, FIXED.at(best)]
     dev = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 4, 2)), forty(FIXED.at(0), (20, 8, 2))]
     test = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 40, 9)), forty(FIXED.at(0), (2, 2, 1))]
@@ -175,13 +180,16 @@ def test_hierarchy_decodes_every_drafter_with_heads_and_resumes_where_it_was_kil
         assert arm["num_emitted"] <= 16
         assert arm["num_accepted"] <= arm["num_drafted"]
         assert (arm["break_even"] is None) == (arm["num_levels"] < 3)
-    path = tmp_path / "hierarchy" / "stories" / "decoded.jsonl"
+    path = tmp_path / "hierarchy" / "stories" / "clocked.jsonl"
     whole = path.read_bytes()
     called(*argv)
     assert path.read_bytes() == whole, "stored generations are not decoded again"
-    path.write_bytes(whole[: len(whole) // 2])
+    lines = whole.splitlines(keepends=True)
+    kept = b"".join(lines[: len(lines) // 2])
+    path.write_bytes(whole[: len(kept) + 100])  # killed in the middle of a line
     counted = ("drafter", "num_emitted", "num_drafted", "num_accepted", "num_micro_forwards", "num_draft_forwards")
     resumed = printed(capsys, *argv)[1]["datasets"]["stories"]["arms"]
+    assert path.read_bytes().startswith(kept), "what was decoded before is kept"
     before, after = ({tuple(arm[name] for name in counted) for arm in each} for each in (arms, resumed))
     assert {row for row in after if row[0].startswith(("HSDDW", "sd + "))} <= before
     assert "no test prompts to decode" in refusal(capsys, *argv, "--decode.num_test=0")
