@@ -8,20 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from decode.experiment import Experiment
+from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.clock import Report, clock_dataset
 from evaluation.competitor import Arm, Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
-from evaluation.families import LENGTH_HEAD
-from evaluation.gain import Splits
+from evaluation.families import BASELINE, LENGTH_HEAD
+from evaluation.gain import Gain, Splits, prompts_needed
+from evaluation.played import joined
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import conclude
+from evaluation.report.questions import curve_of, frame_of, parts_of
+from evaluation.report.replay import at_costs
 from evaluation.report.stale import contradicted
 from evaluation.report.tables import records_of, stages_of
 from evaluation.report.transfer import source_contests, transfer_records, with_transferred
@@ -30,11 +35,15 @@ from evaluation.table import Table, flat
 from evaluation.times import Times
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.calibration import calibrated_on
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Evaluation:
     """What every policy and threshold did on the prompts of some datasets, and which one to use."""
 
@@ -77,6 +86,106 @@ class Evaluation:
         if self.pooled is not None:
             contests.append(self.pooled)
         return contests
+
+    def __repr__(self) -> str:
+        num_prompts = self.contest.num_prompts
+        return f"Evaluation of {', '.join(self.contests)}, {num_prompts} test prompts: {self.verdict['sentence']}"
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each dataset, times, family and split, as `evaluation.report.questions.frame_of` has it: `dataset`,
+        `times`, `family`, `setting`, `split`, `tokens_per_s`, `gain`, `low` and `high`.
+        """
+        return frame_of(self.all_contests)
+
+    def curve(self, family: str, *, dataset: str | None = None) -> pd.DataFrame:
+        """The gain of a family by threshold, as `evaluation.report.questions.curve_of` has it; `is_equal` marks the
+        range of thresholds that dev cannot tell from its choice.
+
+        Raises:
+            ValueError: a family or dataset that does not compete, or a family without a threshold.
+        """
+        return curve_of(self._contest_of(dataset), self._result(family, dataset))
+
+    def plot(self, family: str, *, dataset: str | None = None) -> "Figure":
+        """`curve` as a figure, with the 95 % interval as a band and the equal thresholds as a thick line."""
+        contest = self._contest_of(dataset)
+        result = self._result(family, dataset)
+        curve_of(contest, result)  # refuses a family without a threshold
+        from evaluation.report.plots import threshold_figure  # matplotlib takes long to import
+
+        return threshold_figure(contest, [result])
+
+    def by(self, by: str, *, dataset: str | None = None) -> pd.DataFrame:
+        """Gains on parts of the test prompts: by category, prompt_length or response_position, as
+        `evaluation.report.questions.parts_of` has them.
+        """
+        traces = [self.replays[name].traces.test for name in self._datasets_of(dataset)]
+        return parts_of(self._contest_of(dataset), traces, by)
+
+    def compare(
+        self, policy: str | Policy | Result, base: str | Policy | Result, *, dataset: str | None = None
+    ) -> Gain:
+        """The gain of one policy over another on the same test prompts, with its 95 % interval: paired, predicted at
+        the evaluation's times.
+
+        Args:
+            policy: a family, at the setting that dev chose; a spec as `--policy` takes it, such as
+                entropy:max_sqrt_entropy=0.4 or head:PATH,max_rejection_prob=0.5; a policy; or a `Result`.
+            base: the same, of the policy that it is compared with.
+            dataset: one of the evaluation's; None: the prompts of the verdict.
+
+        Raises:
+            ValueError: no such policy, parameter or dataset, or a value out of range.
+        """
+        return self._result(policy, dataset).over(self._result(base, dataset))
+
+    def prompts_needed(self, lead: float, *, family: str | None = None, base: str | None = None) -> int | None:
+        """How many test prompts would settle a lead of this size, such as 0.03, between two families: its 95 % interval
+        would then be above 0, if prompts differ as much as these do. None if the error of the times is as large.
+
+        Args:
+            lead: gain of one over the other, not 0.
+            family: None: the fastest on dev.
+            base: None: the best fixed length.
+
+        Raises:
+            ValueError: a lead of 0, or fewer than two test prompts.
+        """
+        gain = self._result(family or self.best.family, None).over(self._result(base or BASELINE, None))
+        if lead == 0 or gain.standard_error is None:
+            raise ValueError(
+                f"lead is {lead} on {self.contest.num_prompts} test prompts; give another lead than 0, of at least two "
+                "prompts (decode.num_test)"
+            )
+        return prompts_needed(gain._replace(value=lead), self.contest.num_prompts)
+
+    def _contest_of(self, dataset: str | None) -> Contest:
+        """The contest of a dataset at the evaluation's own times; None: the verdict's."""
+        return self.contest if dataset is None else self.contests[self._datasets_of(dataset)[0]][0]
+
+    def _datasets_of(self, dataset: str | None) -> list[str]:
+        """The datasets of the verdict, or the one that is named."""
+        if dataset is None:
+            return verdict_sets(self.experiment) if self.pooled else [self.contest.dataset]
+        if dataset not in self.contests:
+            raise ValueError(f"{dataset!r} was not evaluated; the datasets are {', '.join(self.contests)}")
+        return [dataset]
+
+    def _result(self, policy: str | Policy | Result, dataset: str | None) -> Result:
+        """A policy on the test prompts of a dataset, or of the verdict; a new one is replayed."""
+        contest = self._contest_of(dataset)
+        if isinstance(policy, Result):
+            return policy
+        if isinstance(policy, str) and policy in contest.results:
+            return contest.results[policy]
+        rule = self.experiment.policy(policy) if isinstance(policy, str) else policy
+        rule = at_costs(rule, contest.times)
+        traces = [self.replays[name].traces.test for name in self._datasets_of(dataset)]
+        played = joined([replay_settings(trace, rule) for trace in traces])
+        throughput = contest.times.throughput(played).at(0)
+        name = policy if isinstance(policy, str) else type(policy).__name__
+        competitor = Competitor(name, name, rule, ({},))
+        return Result(competitor=competitor, number=0, throughput=throughput, played=played, times=contest.times)
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from scipy.special import expit
 from evaluation.competitor import CALIBRATED
 from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, family, styles_of
-from evaluation.gain import MIN_PROMPTS, gain_over
-from evaluation.report.conclusion import near_best
+from evaluation.gain import MIN_PROMPTS
+from evaluation.report.questions import curve_of, threshold_of
 from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.traces.trace import Trace
 from heads.measures.figure import GREY, Plot, draw_bins, figure_of, panels_of, plot_of
@@ -53,10 +53,10 @@ def threshold_figures(contest: Contest) -> dict[str, Figure]:
     """
     by_axis = dict[str, list[Result]]()
     for name, result in contest.results.items():
-        parameter = _threshold_of(result.competitor.settings)
+        parameter = threshold_of(result)
         if name not in BOUNDS and len(result.competitor.settings) > 4 and parameter is not None:
             by_axis.setdefault(_axis(result, parameter), []).append(result)
-    figures = {axis: _threshold_figure(contest, results) for axis, results in by_axis.items()}
+    figures = {axis: threshold_figure(contest, results) for axis, results in by_axis.items()}
     top = max((figure.axes[0].dataLim.y1 for figure in figures.values()), default=0.0)
     chosen = [100 * result.over(contest.baseline).value for results in by_axis.values() for result in results]
     span = top - min(chosen, default=0.0) + 1
@@ -69,30 +69,23 @@ def threshold_figures(contest: Contest) -> dict[str, Figure]:
     return figures
 
 
-def _threshold_figure(contest: Contest, results: Sequence[Result]) -> Figure:
+def threshold_figure(contest: Contest, results: Sequence[Result]) -> Figure:
+    """The curves of families with one threshold, as `threshold_figures` draws them."""
     figure, axes = figure_of(2.8)
     axes.axhline(0, color=GREY, linewidth=1)
     styles = styles_of(result.family for result in results)
     for result in results:
-        assert result.arm is not None
         colour, line = styles[result.family]
-        settings = result.competitor.settings
-        parameter = _threshold_of(settings)
-        assert parameter is not None
-        order = sorted(range(len(settings)), key=lambda number: settings[number][parameter])
-        values = np.array([settings[number][parameter] for number in order])
-        throughput = contest.times.throughput(result.arm.test)
-        gains = [gain_over(contest.baseline.throughput, throughput.at(number)) for number in order]
-        percent = np.array([100 * gain.value for gain in gains])
+        curve = curve_of(contest, result)
+        values = curve[threshold_of(result)].to_numpy()
+        percent = 100 * curve["gain"].to_numpy()
         if contest.num_prompts >= MIN_PROMPTS:
-            ends = 100 * np.array([(gain.low, gain.high) for gain in gains], dtype=float)
+            ends = 100 * curve[["low", "high"]].to_numpy(dtype=float)
             axes.fill_between(values, *ends.T, color=colour, alpha=0.15, linewidth=0)
         axes.plot(values, percent, line, color=colour, linewidth=1.2, label=family(result.family).label)
-        near = near_best(result, contest.times)
-        if near is not None:
-            is_equal = np.isin(values, near[1])
-            axes.plot(values[is_equal], percent[is_equal], color=colour, linewidth=4, alpha=0.8)
-        is_chosen = values == result.setting[parameter]
+        is_equal = curve["is_equal"].to_numpy()
+        axes.plot(values[is_equal], percent[is_equal], color=colour, linewidth=4, alpha=0.8)
+        is_chosen = curve["is_chosen"].to_numpy()
         axes.plot(values[is_chosen], percent[is_chosen], "o", markersize=6, color=colour)
     return figure
 
@@ -102,12 +95,6 @@ def _axis(result: Result, parameter: str) -> str:
     name = "head" if result.competitor.head else result.family
     is_raw = not result.setting.get(CALIBRATED, True)
     return f"{parameter} of {name}{' on raw probabilities' if is_raw else ''}"
-
-
-def _threshold_of(settings: Sequence[Mapping[str, object]]) -> str | None:
-    """The one parameter by which settings differ, if it is a number that is no count."""
-    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
-    return varying[0] if len(varying) == 1 and isinstance(settings[0][varying[0]], float) else None
 
 
 def draft_lengths(contest: Contest) -> Plot:

@@ -1,0 +1,190 @@
+"""What is asked of an evaluation's results: every figure as a frame, the curve of a threshold, and gains by part of the
+prompts. Everything is a pandas DataFrame.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int
+
+from evaluation.contest import Contest, Result
+from evaluation.families import BASELINE
+from evaluation.gain import Gain, Throughput, gain_over
+from evaluation.report.conclusion import near_best
+from evaluation.times import Times
+from evaluation.traces.replay import Rounds, replay_rounds
+from evaluation.traces.trace import Array, Trace, TraceRow
+
+BY = ("category", "prompt_length", "response_position")
+"""What the test prompts can be divided by."""
+_NUM_PARTS = 4
+"""Groups of prompts by length, and parts of the longest response."""
+
+
+def frame_of(contests: Iterable[Contest]) -> pd.DataFrame:
+    """A row for each family of each contest and each split, at the setting that dev chose: `dataset`, `times`,
+    `family`, `setting`, `split`, `tokens_per_s`; and `gain` over the best fixed length on the same prompts, with its
+    95 % interval, `low` and `high`, which fewer than 10 prompts do not have. On dev the gain is optimistic, because dev
+    chose the setting.
+    """
+    rows = []
+    for contest in contests:
+        for name, result in contest.results.items():
+            row = {"dataset": contest.dataset, "times": contest.times.title, "family": name, "setting": result.label}
+            gain = _on_dev(result).over(_on_dev(contest.baseline))
+            rows.append({**row, "split": "dev", "tokens_per_s": result.on_dev, **_interval(gain)})
+            gain = contest.gain(name)
+            rows.append({**row, "split": "test", "tokens_per_s": result.tokens_per_s, **_interval(gain)})
+    return pd.DataFrame(rows)
+
+
+def threshold_of(result: Result) -> str | None:
+    """The one parameter by which the settings of a family's arm differ, if it is a number that is no count."""
+    settings = result.competitor.settings
+    varying = [key for key in settings[0] if len({setting[key] for setting in settings}) > 1]
+    if len(varying) != 1 or not isinstance(settings[0][varying[0]], float):
+        return None
+    return varying[0]
+
+
+def curve_of(contest: Contest, result: Result) -> pd.DataFrame:
+    """The gain over the best fixed length on test by threshold, the lowest first: a column with the name of the
+    parameter, `gain`, `low` and `high`; `is_chosen`: dev's choice, and `is_equal`: the thresholds around it that dev
+    cannot tell from it.
+
+    Raises:
+        ValueError: the settings of the family do not differ by one threshold alone.
+    """
+    parameter = threshold_of(result)
+    if parameter is None or result.arm is None:
+        raise ValueError(f"{result.family} has no curve: its settings do not differ by one threshold alone")
+    throughput = contest.times.throughput(result.arm.test)
+    near = near_best(result, contest.times)
+    equal_values = [] if near is None else near[1]
+    rows = []
+    for number, setting in enumerate(result.competitor.settings):
+        value = setting[parameter]
+        gain = gain_over(contest.baseline.throughput, throughput.at(number))
+        is_chosen = number == result.number
+        is_equal = is_chosen or value in equal_values
+        rows.append({parameter: value, **_interval(gain), "is_chosen": is_chosen, "is_equal": is_equal})
+    return pd.DataFrame(rows).sort_values(parameter, ignore_index=True)
+
+
+def parts_of(contest: Contest, traces: Sequence[Trace], by: str) -> pd.DataFrame:
+    """Gains on parts of the test prompts, at the settings that dev chose for all of them: `part`, `num_prompts`,
+    `family`, `setting`, `tokens_per_s`, `gain`, `low`, `high`. A part of fewer than 10 prompts has no interval.
+
+    Args:
+        contest: of these prompts.
+        traces: of the test prompts, in the contest's order.
+        by: category, as the prompts have it; prompt_length, in tokens, in quarters of the prompts; or
+            response_position, where a round starts in its response, in quarters of the longest response.
+
+    Raises:
+        ValueError: another `by`, or a trace without prompts (a published record) for prompt_length.
+    """
+    if by not in BY:
+        raise ValueError(f"by is {by!r}; it is one of {', '.join(BY)}")
+    rows = [row for trace in traces for row in trace.rows]
+    is_by_row = by != "response_position"
+    parts = _by_row(contest, _labels(rows, by)) if is_by_row else _by_position(contest, traces, rows)
+    records = []
+    for label, results in parts.items():
+        base = results[BASELINE]
+        for name, result in results.items():
+            part = {"part": label, "num_prompts": len(base.throughput.tokens), "family": name, "setting": result.label}
+            records.append({**part, "tokens_per_s": result.tokens_per_s, **_interval(result.over(base))})
+    return pd.DataFrame(records)
+
+
+def _on_dev(result: Result) -> Result:
+    """The same setting on the dev prompts."""
+    assert result.arm is not None, "dev chose it from an arm"
+    assert result.times is not None, "it was predicted"
+    played = result.arm.dev.select([result.number])
+    return replace(result, played=played, throughput=result.times.throughput(played).at(0))
+
+
+def _interval(gain: Gain) -> dict[str, float | None]:
+    return {"gain": gain.value, "low": gain.low, "high": gain.high}
+
+
+def _labels(rows: Sequence[TraceRow], by: str) -> list[str]:
+    """The part of each row, by its prompt."""
+    if by == "category":
+        return [row.category or "none" for row in rows]
+    lengths = np.array([len(row.prompt_ids) for row in rows])
+    if not lengths.any():
+        raise ValueError("this trace was published without prompts, so their lengths are unknown")
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, _NUM_PARTS + 1), method="nearest"))
+    return _ranges(lengths, edges)
+
+
+def _ranges(values: Int[Array, " row"], edges: Int[Array, " edge"]) -> list[str]:
+    """The range of ascending edges that each value is in, such as 12-30; the last one includes its end."""
+    if len(edges) == 1:
+        return [str(edges[0])] * len(values)
+    number = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(edges) - 2)
+    last = np.append(edges[1:-1] - 1, edges[-1])
+    return [f"{edges[index]}-{last[index]}" for index in number]
+
+
+def _by_row(contest: Contest, labels: Sequence[str]) -> dict[str, dict[str, Result]]:
+    """Part -> family -> its result on the rows of that part; parts in ascending order."""
+    parts: dict[str, dict[str, Result]] = {}
+    for label in sorted(set(labels), key=lambda label: (len(label), label)):
+        rows = [number for number, of_row in enumerate(labels) if of_row == label]
+        parts[label] = {}
+        for name, result in contest.results.items():
+            assert result.played is not None
+            played = result.played.select([0], rows)
+            throughput = contest.times.throughput(played).at(0)
+            parts[label][name] = replace(result, played=played, throughput=throughput)
+    return parts
+
+
+def _by_position(contest: Contest, traces: Sequence[Trace], rows: Sequence[TraceRow]) -> dict[str, dict[str, Result]]:
+    """Part of the responses -> family -> its result on the rounds that start there, for the prompts that reach it."""
+    assert contest.baseline.played is not None
+    prompt_of_row = contest.baseline.played.prompt_of_row
+    lengths = np.array([len(row.response_ids) for row in rows])
+    edges = np.unique(np.linspace(0, lengths.max(), _NUM_PARTS + 1).astype(int))
+    numbers = range(len(edges) - 1)
+    reached = [np.unique(prompt_of_row[lengths > edges[number]]) for number in numbers]
+    parts: dict[str, dict[str, Result]] = {f"{edges[number]}-{edges[number + 1] - 1}": {} for number in numbers}
+    for name, result in contest.results.items():
+        rounds = _joined_rounds([replay_rounds(trace, result.policy) for trace in traces], traces)
+        part = np.searchsorted(edges, _starts(rounds), side="right") - 1
+        cell = part * (prompt_of_row.max() + 1) + prompt_of_row[rounds.lane]
+        seconds = _seconds(rounds, contest.times, result.competitor.policy.stop_kind)
+        shape = (len(edges) - 1, prompt_of_row.max() + 1)
+        tokens_of = np.bincount(cell, rounds.emitted, minlength=shape[0] * shape[1]).astype(int).reshape(shape)
+        seconds_of = np.bincount(cell, seconds, minlength=shape[0] * shape[1]).reshape(shape)
+        for number, label in enumerate(parts):
+            prompts = reached[number]
+            throughput = Throughput(tokens_of[number, prompts], seconds_of[number, prompts])
+            parts[label][name] = replace(result, throughput=throughput, played=None)
+    return parts
+
+
+def _joined_rounds(every: Sequence[Rounds], traces: Sequence[Trace]) -> Rounds:
+    """The rounds of several traces, of one setting, whose rows are numbered one after the other."""
+    firsts = np.cumsum([0, *(len(trace.rows) for trace in traces)])
+    return Rounds.joined(
+        [rounds._replace(lane=rounds.lane + first) for rounds, first in zip(every, firsts, strict=False)]
+    )
+
+
+def _starts(rounds: Rounds) -> Int[Array, " round"]:
+    """The position in its response at which each round starts; rounds are in order, lane after lane."""
+    before = np.cumsum(rounds.emitted) - rounds.emitted
+    _, first, lane = np.unique(rounds.lane, return_index=True, return_inverse=True)
+    return before - before[first][lane]
+
+
+def _seconds(rounds: Rounds, times: Times, stop_kind: str) -> Float[Array, " round"]:
+    """Predicted seconds of each round."""
+    return (times.t_draft_s + times.stop_s(stop_kind)) * rounds.forwards + times.target_s(rounds.drafted)
