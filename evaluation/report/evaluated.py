@@ -25,7 +25,7 @@ from evaluation.gain import Gain, Splits, prompts_needed
 from evaluation.played import joined
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import conclude
-from evaluation.report.questions import curve_of, frame_of, parts_of
+from evaluation.report.frames import curve_of, frame_of, parts_of
 from evaluation.report.replay import at_costs
 from evaluation.report.stale import contradicted
 from evaluation.report.tables import records_of, stages_of
@@ -92,13 +92,13 @@ class Evaluation:
         return f"Evaluation of {', '.join(self.contests)}, {num_prompts} test prompts: {self.verdict['sentence']}"
 
     def frame(self) -> pd.DataFrame:
-        """A row for each dataset, times, family and split, as `evaluation.report.questions.frame_of` has it: `dataset`,
+        """A row for each dataset, times, family and split, as `evaluation.report.frames.frame_of` has it: `dataset`,
         `times`, `family`, `setting`, `split`, `tokens_per_s`, `gain`, `low` and `high`.
         """
         return frame_of(self.all_contests)
 
     def curve(self, family: str, *, dataset: str | None = None) -> pd.DataFrame:
-        """The gain of a family by threshold, as `evaluation.report.questions.curve_of` has it; `is_equal` marks the
+        """The gain of a family by threshold, as `evaluation.report.frames.curve_of` has it; `is_equal` marks the
         range of thresholds that dev cannot tell from its choice.
 
         Raises:
@@ -117,7 +117,7 @@ class Evaluation:
 
     def by(self, by: str, *, dataset: str | None = None) -> pd.DataFrame:
         """Gains on parts of the test prompts: by category, prompt_length or response_position, as
-        `evaluation.report.questions.parts_of` has them.
+        `evaluation.report.frames.parts_of` has them.
         """
         traces = [self.replays[name].traces.test for name in self._datasets_of(dataset)]
         return parts_of(self._contest_of(dataset), traces, by)

@@ -13,7 +13,7 @@ from evaluation.competitor import CALIBRATED
 from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, family, styles_of
 from evaluation.gain import MIN_PROMPTS
-from evaluation.report.questions import curve_of, threshold_of
+from evaluation.report.frames import curve_of, threshold_of
 from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.traces.trace import Trace
 from heads.measures.figure import GREY, Plot, draw_bins, figure_of, panels_of, plot_of

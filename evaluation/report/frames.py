@@ -1,4 +1,4 @@
-"""What is asked of an evaluation's results: every figure as a frame, the curve of a threshold, and gains by part of the
+"""Views of the results of an evaluation: every figure as a frame, the curve of a threshold, and gains by part of the
 prompts. Everything is a pandas DataFrame.
 """
 
