@@ -63,6 +63,8 @@ _FLOPS_PER_WEIGHT, _OVER_PRODUCTS = 6, 4.0
 """Operations per weight and token in a training step, and the time of a step relative to its matrix products
 (`checkpoints/tiny`: 4; wider heads less).
 """
+_LARGE_STEP_FLOP = 1e12
+"""Operations of a training step from which `plan` names the precision that saves time."""
 
 
 def init(
@@ -212,6 +214,12 @@ def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
     num_weights = head_weights(config)
     totals = plan_data(config, sample=sample, head_weights=num_weights)
     print(f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")
+    step_flop = float(_FLOPS_PER_WEIGHT) * num_weights * config.heads.batch_size * config.data.max_new_tokens
+    if step_flop >= _LARGE_STEP_FLOP and config.trainer.get("precision") in (None, "32-true", "32", 32):
+        print(
+            f"train: up to {step_flop / 1e12:,.0f} TFLOP per step; on GPUs, --trainer.precision bf16-mixed would save "
+            "half of their time in TF32 (the default), by the rates of tensor cores"
+        )
     known_s = [totals["time_s"]] if totals.get("time_s") else []
     if known_s:
         known_s.append(training_s(config, totals, num_weights))

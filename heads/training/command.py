@@ -121,7 +121,8 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     }
     if any(shape.inputs.embedding for shape in grid(config.heads)):
         embedding = _input_embedding(config.pair, data.hidden_size)
-    return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding), data
+    allows_tf32 = config.trainer.get("precision") is None
+    return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding, allows_tf32=allows_tf32), data
 
 
 def report(sweep: Sweep, directory: RunDirectory) -> None:

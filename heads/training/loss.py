@@ -6,7 +6,8 @@ Its population optimum is f* = logit(P) - ln(w_rej / w_acc). The denominator is 
 processes with half a batch each take the same step as one with the whole batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,20 @@ def chunks_of(hidden: Float[Tensor, "tokens hidden"], *, num_heads: int) -> list
     num_bytes = CHUNK_BYTES if hidden.device.type == "cpu" else _GPU_CHUNK_BYTES
     size = max(LEAST_CHUNK, num_bytes // (4 * num_heads * hidden.shape[1]))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+@contextmanager
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Multiply float32 matrices of a GPU in TF32, with 10 bits of mantissa instead of 23, while the block runs, if the
+    GPU has it. The precision that a program has chosen itself (torch.set_float32_matmul_precision) stays.
+    """
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda" and before == "highest":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class ChunkedLoss(torch.autograd.Function):

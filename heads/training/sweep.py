@@ -9,6 +9,7 @@ import copy
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -27,7 +28,7 @@ from heads.measures.scores import auroc, fit_temperature, measures
 from heads.model.files import LEAST_KL
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
-from heads.training.loss import Targets
+from heads.training.loss import Targets, tf32_products
 from heads.training.progress import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
 from heads.training.start import Start
@@ -55,6 +56,7 @@ class Sweep(pl.LightningModule):
         *,
         draft: DraftFeatures | None = None,
         embedding: Tensor | None = None,
+        allows_tf32: bool = False,
     ) -> None:
         """Args:
         heads: the `heads` section of the config.
@@ -62,6 +64,7 @@ class Sweep(pl.LightningModule):
             own signal (`heads.measures.own_signal`).
         draft: computes online features with the frozen draft.
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
+        allows_tf32: whether products of training steps may run in TF32 on a GPU; all else is float32.
         """
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
@@ -88,6 +91,7 @@ class Sweep(pl.LightningModule):
         self.results: dict[str, Any] = {}
         self.stopped_in: str | None = None
         self._draft = draft
+        self._allows_tf32 = allows_tf32
         # no buffer: DDP would broadcast it before each step
         self._embedding = [] if embedding is None else [embedding]
 
@@ -156,7 +160,8 @@ class Sweep(pl.LightningModule):
             targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(*step)
-            losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
+            with tf32_products(self.device) if self._allows_tf32 else nullcontext():
+                losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
         if not (is_finite := torch.isfinite(loss.detach())).all():
             names = [str(spec) for stack in self.trained for spec in stack.specs]

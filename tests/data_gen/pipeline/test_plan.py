@@ -21,6 +21,7 @@ from data_gen.pipeline.plan import plan
 from data_gen.pipeline.worker import Worker
 from data_gen.store.rows import read_rows
 from evaluation.costs.init import head_weights
+from evaluation.costs.init import plan as plan_all
 from heads.grid import stacks
 from heads.training.stack import HeadStack
 from lm import load_model
@@ -116,6 +117,17 @@ def test_a_batch_that_does_not_fit_is_named_with_one_that_does(tmp_path: Path, c
     with pytest.raises(ValueError, match="responses takes"):
         plan(too_large)
     assert "use more or larger GPUs" in misfits(too_large, "1x80")[0]
+
+
+def test_a_plan_says_what_bf16_saves_of_a_large_step_unless_the_run_has_it(tmp_path: Path, capsys):
+    config = shipped("llama2-7b-70b", tmp_path)
+    config = replace(config, data=replace(config.data, prompts="absent.jsonl", num_train=40000))
+    for trainer, is_shown in (({}, True), ({"precision": "32-true"}, True), ({"precision": "bf16-mixed"}, False)):
+        plan_all(replace(config, trainer=trainer), sample=0)
+        shown = capsys.readouterr().out
+        assert (
+            "train: up to 66 TFLOP per step; on GPUs, --trainer.precision bf16-mixed would save" in shown
+        ) == is_shown
 
 
 def test_slices_add_up_on_each_gpu(tmp_path: Path):

@@ -3,6 +3,7 @@
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,21 @@ def test_mixed_precision_trains_heads_close_to_those_of_float32(data_dir: Path, 
     assert float(difference.mean()) < 0.01
     stored = sweeps[0].state_dict()
     assert all(value.dtype == torch.float32 for name, value in stored.items() if name.startswith("stacks"))
+
+
+@pytest.mark.parametrize(("trainer", "is_used"), [({}, True), ({"precision": "32-true"}, False)])
+def test_training_steps_alone_may_use_tf32_and_a_stated_precision_keeps_them_from_it(
+    trainer: dict[str, Any], is_used: bool, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps = []
+
+    def recorded(device: torch.device) -> nullcontext[None]:
+        steps.append(device.type)
+        return nullcontext()
+
+    monkeypatch.setattr("heads.training.sweep.tf32_products", recorded)
+    train(make_config(data_dir, tmp_path, depths=(1,), trainer=trainer | {"max_steps": 2}))
+    assert steps == (["cpu"] * 2 * len(load_sweep(tmp_path / "last.ckpt").trained) if is_used else [])
 
 
 @pytest.mark.slow

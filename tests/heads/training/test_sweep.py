@@ -1,6 +1,7 @@
 """A stack is its heads: same logits, gradients and weights after training. Law 4.7: the loss and its optimum."""
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -182,3 +183,24 @@ def test_grid_is_every_combination_once_and_prefix_heads_take_what_is_known_befo
         others, every = (names_of(**options, specdec=is_on) for is_on in (False, True))
         assert len(every) == len(set(every))
         assert set(every) == {*others, "fed-d1-w1", "fed-d1-w6"}, "the paper's heads join once"
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "inside"),
+    [
+        ("cuda", "highest", "high"),
+        ("cuda", "medium", "medium"),
+        ("cuda", "high", "high"),
+        ("cpu", "highest", "highest"),
+    ],
+)
+def test_products_run_in_tf32_on_gpus_alone_unless_the_program_chose_and_only_within_the_block(device, chosen, inside):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(chosen)
+        with suppress(ZeroDivisionError), loss_module.tf32_products(torch.device(device)):
+            assert torch.get_float32_matmul_precision() == inside
+            raise ZeroDivisionError
+        assert torch.get_float32_matmul_precision() == chosen
+    finally:
+        torch.set_float32_matmul_precision(before)
