@@ -4,12 +4,12 @@ Every family decodes at the setting that dev chose, in real generations that the
 (`evaluation.traces.sampler`), and so does the target alone. The oracle and the perfect head are left out: they know
 what no loop knows.
 
-Each turn visits every prompt, and on it every runner, in an order that rotates. Both models hold the prompt before the
-clock starts (law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset`
-returns to that); beside a feature draft the first round reads the prompt, for every policy alike. The first turn is not
-timed: it compiles whatever the others will need, since those feed the very same tokens, and holds every generation
-against its replay. Signals were recorded many positions at once and are read one by one, so their last bits may differ,
-and a threshold may fall between: such a prompt is left out for everyone.
+The runners take turns on every prompt (`evaluation.sources.clock`). Both models hold the prompt before the clock starts
+(law 4.5: after `prime(prompt)` the cache holds prompt[:-1], a prefix of committed[:-1], and `reset` returns to that);
+beside a feature draft the first round reads the prompt, for every policy alike. Every prompt is decoded once before
+anything is timed: this compiles whatever the timed generations will need, since those feed the very same tokens, and
+holds every generation against its replay. Signals were recorded many positions at once and are read one by one, so
+their last bits may differ, and a threshold may fall between: such a prompt is left out for everyone.
 
     difference            clocked tokens/s over predicted ones - 1
     draft, verify, rest   clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing
@@ -17,31 +17,28 @@ and a threshold may fall between: such a prompt is left out for everyone.
     common                median difference of all families: the machine's speed now against that when it was timed
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
 
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from decode.loop.decoder import Generation
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
 from evaluation.families import ALONE, BASELINE, REPLAYED, family
-from evaluation.gain import MIN_PROMPTS, Splits, Throughput, gain_over
+from evaluation.gain import MIN_PROMPTS, Splits, gain_over
 from evaluation.played import Played
+from evaluation.sources.clock import Clocked, clock_generation, clock_in_turns, latency_of, played_of
 from evaluation.table import Table, shown
 from evaluation.times import Times
 from evaluation.traces.sampler import PlayedSampler
-from evaluation.traces.trace import Array, Trace
-from evaluation.turns import in_turns
+from evaluation.traces.trace import Trace
 from lm import CachedModel
-from store.progress import Bar
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
@@ -52,10 +49,12 @@ _COLUMNS |= {f"{kind} tokens/s": (f"{kind}_tokens_per_s", ".1f") for kind in ("p
 _COLUMNS |= {"difference": ("difference", "+.1%")}
 _COLUMNS |= {f"of it {words}": (part, "+.1%") for part, words in _PARTS.items()}
 _COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
+_COLUMNS |= {f"request p{percent} s": (f"request_p{percent}_s", ".3g") for percent in (50, 95)}
+_COLUMNS |= {f"first token p{percent} s": (f"first_token_p{percent}_s", ".2g") for percent in (50, 95)}
 Row = Mapping[str, Any]
 """A family and its setting, predicted and clocked tokens per second, their difference and its parts, the predicted and
-the clocked gain over the best fixed length, tokens and clocked seconds by prompt, and clocked over predicted seconds of
-drafts and of verifications.
+the clocked gain over the best fixed length, percentiles of clocked requests, tokens and clocked seconds by prompt, and
+clocked over predicted seconds of drafts and of verifications.
 """
 Report = Mapping[str, Any]
 """Of one dataset: `dataset`, `about`, `verdict`, `common` and `rows`."""
@@ -91,10 +90,18 @@ class PrimedLoop(Loop):
     """The loop of a config for several policies that take turns on one prompt."""
 
     def prime(self, prompt_ids: Sequence[int]) -> None:
-        """Set the text that every decoder starts from next."""
+        """Set the text that every decoder starts from next, unless it is set."""
+        if self.primed == [*prompt_ids]:
+            return
+        self.primed[:] = prompt_ids
         for model in (self.models.target, *self.models.drafts.values()):
             if isinstance(model, PrimedModel) and model.recorder is None:
                 model.prime(prompt_ids)
+
+    @cached_property
+    def primed(self) -> list[int]:
+        """The text that the models hold."""
+        return []
 
     @cached_property
     def models(self) -> PairModels:
@@ -124,7 +131,8 @@ def clock_table(report: Report) -> Table:
     ]
     note = (
         f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts "
-        f"(from {MIN_PROMPTS} on)"
+        f"(from {MIN_PROMPTS} on); 50th and 95th percentiles of a request's seconds and of those to its first token, "
+        "without reading the prompt"
     )
     return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
 
@@ -141,12 +149,15 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
 
 def clock_dataset(experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int) -> Report:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
-    loop, rows, times = PrimedLoop.of(experiment, ends_at_eos=True), rows_of(test, num_prompts), contest.times
+    loop = PrimedLoop.of(experiment, ends_at_eos=True)
+    rows = rows_of(test, num_prompts)
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
-    runners = [result_of(alone, 0, times)]
+    runners = [result_of(alone, 0, contest.times)]
     runners += [result for name, result in contest.results.items() if name not in REPLAYED]
-    clocked = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
-    return report_of(*clocked, runners, times, dataset=contest.dataset, rows=rows)
+    on_clock = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
+    num_left_out = len(rows) - len(on_clock[0].prompt_of_row)
+    about = about_clock(on_clock[0], num_left_out, num_repeats=repeats)
+    return report_of(on_clock, runners, contest.times, dataset=contest.dataset, about=about)
 
 
 def rows_of(trace: Trace, num_prompts: int) -> list[int]:
@@ -157,34 +168,52 @@ def rows_of(trace: Trace, num_prompts: int) -> list[int]:
 
 def clock(
     loop: PrimedLoop, runners: Sequence[Result], trace: Trace, rows: Sequence[int], *, repeats: int, name: str
-) -> tuple[Float[Array, "runner repeat row part"], Bool[Array, " row"]]:
-    """Play the whole trace to every runner, once untimed and then `repeats` times; `rows`: numbers of its rows on the
-    runners' test split.
+) -> list[Played]:
+    """Play the trace to every runner, once untimed and then `repeats` times, each runner under its own family.
+
+    Args:
+        loop: decodes.
+        runners: what decodes; the replays of their test splits have the trace's rows as numbers `rows`.
+        trace: is played.
+        rows: see `runners`.
+        repeats: of every timed generation.
+        name: of the dataset, for messages.
 
     Returns:
-        Seconds of each generation, of its drafts and of its verifications; and the rows on which every runner did what
-        its replay says.
+        What each runner did, with its seconds, on the rows on which all of them did what their replays say.
+
+    Raises:
+        ValueError: there is no such row.
     """
-    num = len(trace.rows)
-    seconds, agrees = np.zeros((len(runners), repeats, num, 3)), np.ones(num, dtype=bool)
-    with Bar(total=(repeats + 1) * num * len(runners), desc=f"clock: {name}", unit="generations") as bar:
-        decoders = [loop.decoder(runner.policy) for runner in runners]
-        replays = [played_on(runner, rows) for runner in runners]
-        for turn in range(repeats + 1):
-            for row, order in in_turns(range(len(runners)), range(num), first=turn):
-                request = trace.rows[row]
-                loop.prime(request.prompt_ids)
-                for number in order:
-                    draws, started_s = PlayedSampler(trace, row), perf_counter()
-                    generation = decoders[number].generate(request.prompt_ids, request.limit, generator=draws)
-                    wall_s, rounds = perf_counter() - started_s, generation.rounds
-                    if turn:
-                        parts_s = (sum(round_.draft_s for round_ in rounds), sum(round_.target_s for round_ in rounds))
-                        seconds[number, turn - 1, row] = (wall_s, *parts_s)
-                    elif not _agrees(generation, replays[number], row):
-                        agrees[row] = False
-                    bar.update()
-    return seconds, agrees
+    arms = {runner.family: _arm_of(loop, runner, trace) for runner in runners}
+    replays = [played_on(runner, rows) for runner in runners]
+    every_row = {str(row): row for row in range(len(trace.rows))}
+    checked = clock_in_turns(arms, every_row, desc=f"clock: {name}, checks")
+    agreeing = {
+        key: row
+        for key, row in every_row.items()
+        if all(_agrees(checked[runner.family][row], of, row) for runner, of in zip(runners, replays, strict=True))
+    }
+    if not agreeing:
+        raise ValueError(f"{name}: no response is decoded as it was replayed; record the trace again with this pair")
+    runs = clock_in_turns(arms, agreeing, desc=f"clock: {name}", repeats=repeats)
+    kept = list(agreeing.values())
+    return [
+        replace(of.select([0], kept), seconds=played_of([runs[runner.family]]).seconds)
+        for runner, of in zip(runners, replays, strict=True)
+    ]
+
+
+def _arm_of(loop: PrimedLoop, runner: Result, trace: Trace) -> Callable[[int], Clocked]:
+    decoder = loop.decoder(runner.policy)
+
+    def decode(row: int) -> Clocked:
+        request = trace.rows[row]
+        loop.prime(request.prompt_ids)
+        run, _ = clock_generation(decoder, [*request.prompt_ids], request.limit, draws=PlayedSampler(trace, row))
+        return run
+
+    return decode
 
 
 def played_on(result: Result, rows: Sequence[int]) -> Played:
@@ -193,77 +222,68 @@ def played_on(result: Result, rows: Sequence[int]) -> Played:
     return result.played.select([0], rows)
 
 
-def _agrees(generation: Generation, replayed: Played, row: int) -> bool:
+def _agrees(run: Clocked, replayed: Played, row: int) -> bool:
     """Whether a generation is its replay, draft lengths included; a draft that is read at its end alone may pay more
     forwards.
     """
-    drafted = [len(round_.drafted) for round_ in generation.rounds]
-    lengths = np.bincount(drafted, minlength=replayed.lengths.shape[-1])
-    counts = all(getattr(generation.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
+    lengths = np.zeros_like(replayed.lengths[0, row])
+    lengths[: len(run.lengths)] = run.lengths
+    counts = all(getattr(run.counts, name) == getattr(replayed.counts, name)[0, row] for name in _COUNTED)
     return counts and np.array_equal(lengths, replayed.lengths[0, row])
 
 
 def report_of(
-    seconds: Float[Array, "runner repeat row part"],
-    agrees: Bool[Array, " row"],
-    runners: Sequence[Result],
-    times: Times,
-    *,
-    dataset: str,
-    rows: Sequence[int],
+    on_clock: Sequence[Played], runners: Sequence[Result], times: Times, *, dataset: str, about: str = ""
 ) -> Report:
-    """Every runner, the best fixed length among them, over the rows that all of them decoded as replayed; rows of one
-    prompt, such as the turns of a conversation, count together. `seconds`, `agrees`, `rows`: as of `clock`.
-
-    Raises:
-        ValueError: there is no such row.
+    """Every runner, the best fixed length among them, predicted and clocked on the same rows; rows of one prompt, such
+    as the turns of a conversation, count together. `on_clock`: what each runner did, with its seconds (`clock`).
     """
-    if not agrees.any():
-        raise ValueError(f"{dataset}: no response is decoded as it was replayed; record the trace again with this pair")
-    agreeing, timed = np.asarray(rows)[agrees].tolist(), seconds[:, :, agrees]
-    predicted, clocked, parts = dict[str, Throughput](), dict[str, Throughput](), dict[str, dict[str, Any]]()
-    for number, runner in enumerate(runners):
-        played, name = played_on(runner, agreeing), runner.family
-        wall_s = np.median(timed[number, ..., 0], axis=0)
-        predicted[name] = times.throughput(played).at(0)
-        clocked[name] = Throughput(predicted[name].tokens, played.per_prompt(wall_s[None])[0])
-        parts[name] = _parts(wall_s.sum(), timed[number].sum((0, 1)), played, times)
-    results = [
-        {
-            "family": runner.family,
-            "setting": runner.label,
-            "predicted_tokens_per_s": predicted[runner.family].tokens_per_s,
-            "clocked_tokens_per_s": clocked[runner.family].tokens_per_s,
-            "difference": clocked[runner.family].tokens_per_s / predicted[runner.family].tokens_per_s - 1,
-            **parts[runner.family],
-            "predicted_gain": gain_over(predicted[BASELINE], predicted[runner.family]),
-            "clocked_gain": gain_over(clocked[BASELINE], clocked[runner.family]),
-            "tokens": clocked[runner.family].tokens.tolist(),
-            "seconds": clocked[runner.family].seconds.tolist(),
-        }
-        for runner in runners
-    ]
-    facts = {"dataset": dataset, "about": _about(len(clocked[BASELINE].tokens), agrees, num_repeats=seconds.shape[1])}
+    predicted = {runner.family: times.throughput(of).at(0) for runner, of in zip(runners, on_clock, strict=True)}
+    clocked = {runner.family: of.throughput.at(0) for runner, of in zip(runners, on_clock, strict=True)}
+    results = []
+    for runner, played in zip(runners, on_clock, strict=True):
+        name = runner.family
+        results.append(
+            {
+                "family": name,
+                "setting": runner.label,
+                "predicted_tokens_per_s": predicted[name].tokens_per_s,
+                "clocked_tokens_per_s": clocked[name].tokens_per_s,
+                "difference": clocked[name].tokens_per_s / predicted[name].tokens_per_s - 1,
+                **_parts(played, times),
+                "predicted_gain": gain_over(predicted[BASELINE], predicted[name]),
+                "clocked_gain": gain_over(clocked[BASELINE], clocked[name]),
+                **latency_of(played),
+                "tokens": clocked[name].tokens.tolist(),
+                "seconds": clocked[name].seconds.tolist(),
+            }
+        )
     common = float(np.median([row["difference"] for row in results]))
-    return facts | {"verdict": verdict_of(results, common), "common": common, "rows": results}
+    facts = {"dataset": dataset, "about": about, "verdict": verdict_of(results, common)}
+    return facts | {"common": common, "rows": results}
 
 
-def _about(num_prompts: int, agrees: Bool[Array, " row"], *, num_repeats: int) -> str:
-    num_rows, num_left_out = int(agrees.sum()), int((~agrees).sum())
-    responses = f"{num_rows} responses to " * (num_prompts < num_rows)
+def about_clock(played: Played, num_left_out: int, *, num_repeats: int) -> str:
+    """What was clocked, in a few words."""
+    num_rows = len(played.prompt_of_row)
+    num_prompts = len(np.unique(played.prompt_of_row))
+    responses = f"{num_rows} responses to " if num_prompts < num_rows else ""
     about = f"{responses}{num_prompts} test prompts, medians of {num_repeats} generations each, prompts read beforehand"
-    left_out = f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
-    return about + left_out * (num_left_out > 0)
+    if num_left_out:
+        about += f"; {num_left_out} responses left out, where a threshold falls between the last bits of loop and trace"
+    return about
 
 
-def _parts(wall_s: float, totals_s: Array, played: Played, times: Times) -> dict[str, float | None]:
-    """Clocked less predicted seconds of each part, over all predicted seconds; each part has its share of `wall_s`. And
-    clocked over predicted seconds of drafts, None without any, and of verifications.
+def _parts(played: Played, times: Times) -> dict[str, float | None]:
+    """Clocked less predicted seconds of each part, over all predicted seconds; and clocked over predicted seconds of
+    drafts, None without any, and of verifications.
     """
-    total_s, lengths = float(times.time_s(played).sum()), played.lengths[0].sum(0)
+    assert played.seconds is not None
+    whole, draft, verify = (float(played.seconds[name].sum()) for name in ("whole_s", "drafting_s", "verifying_s"))
+    total_s = float(times.time_s(played).sum())
+    lengths = played.lengths[0].sum(0)
     verify_s = float(lengths @ times.target_s(np.arange(len(lengths))))
-    draft, verify = wall_s * totals_s[1:] / totals_s[0]
-    seconds = (draft - (total_s - verify_s), verify - verify_s, wall_s - draft - verify)
+    seconds = (draft - (total_s - verify_s), verify - verify_s, whole - draft - verify)
     draft_pace = float(draft / (total_s - verify_s)) if played.counts.num_drafted.sum() else None
     paces = {"draft_pace": draft_pace, "verify_pace": float(verify / verify_s)}
     return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)} | paces

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock import PrimedLoop, PrimedModel, check_clock, clock, clock_table, played_on, report_of, rows_of
+from evaluation.clock import (
+    PrimedLoop,
+    PrimedModel,
+    about_clock,
+    check_clock,
+    clock,
+    clock_table,
+    played_on,
+    report_of,
+    rows_of,
+)
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.families import family
@@ -49,16 +59,22 @@ def loop(pair) -> PrimedLoop:
 
 def test_every_prompt_is_played_as_it_was_replayed_and_timed_in_each_turn_or_left_out(recorded, loop):
     runners = runners_on(recorded)
-    seconds, agrees = clock(loop, runners, recorded, range(5), repeats=2, name="made")
-    assert seconds.shape == (3, 2, 5, 3)
-    assert agrees.all()
-    assert (seconds > 0).all()
-    assert (seconds[..., 0] > seconds[..., 1:].sum(-1)).all()
+    on_clock = clock(loop, runners, recorded, range(5), repeats=2, name="made")
+    for played, runner in zip(on_clock, runners, strict=True):
+        assert np.array_equal(played.lengths, runner.played.lengths)
+        assert played.seconds["whole_s"].shape == (1, 5)
+        assert (played.seconds["whole_s"] > played.seconds["drafting_s"] + played.seconds["verifying_s"]).all()
+        assert (played.seconds["first_token_s"] > 0).all()
     other = replay_settings(recorded, CumulativeTokenProb(0.9))
     differs = (other.lengths != runners[1].played.lengths)[0].any(-1)
     assert differs.any()
     runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], other)
-    assert np.array_equal(clock(loop, runners, recorded, range(5), repeats=1, name="made")[1], ~differs)
+    first, *_ = clock(loop, runners, recorded, range(5), repeats=1, name="made")
+    assert np.array_equal(first.lengths, runners[0].played.lengths[:, ~differs])
+    shifted = replace(other, lengths=np.roll(other.lengths, 1, axis=-1))
+    runners[1] = runner_of("cumulative_token_prob", POLICIES["cumulative_token_prob"], shifted)
+    with pytest.raises(ValueError, match="made: no response is decoded as it was replayed; record the trace again"):
+        clock(loop, runners, recorded, range(5), repeats=1, name="made")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "rnn"])
@@ -69,7 +85,8 @@ def test_a_feature_draft_is_played_as_it_was_replayed(monkeypatch, kind):
     settings = {"sampling": chains.sampling, "max_draft_length": chains.max_draft_length, "ends_at_eos": True}
     feature_loop = PrimedLoop(pair=pair, **settings)
     runners = runners_on(chains, {"fixed_length": FixedLength(2)})
-    assert clock(feature_loop, runners, chains, range(4), repeats=1, name="made")[1].all()
+    (played,) = clock(feature_loop, runners, chains, range(4), repeats=1, name="made")
+    assert len(played.prompt_of_row) == 4
 
 
 def test_a_primed_model_reads_its_prompt_once():
@@ -91,14 +108,19 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     # family
     slower = [np.zeros(5), *(0.3 * (total - verify) for total, verify in zip(predicted[1:], verify_s[1:], strict=True))]
     rest = [0.0, 0.0001, 0.0001]
-    parts = [
-        np.stack([total + more + extra, total - verify + more, verify], -1)
-        for total, verify, more, extra in zip(predicted, verify_s, slower, rest, strict=True)
-    ]
-    agrees = np.array([True, True, True, True, False])
-    report = report_of(np.stack(parts)[:, None].repeat(3, 1), agrees, runners, COST, dataset="made", rows=range(5))
+    on_clock = []
+    agrees = [0, 1, 2, 3]
+    for runner, total, verify, more, extra in zip(runners, predicted, verify_s, slower, rest, strict=True):
+        parts = {"whole_s": total + more + extra, "drafting_s": total - verify + more, "verifying_s": verify}
+        parts["first_token_s"] = total / 10
+        seconds = {name: part[None] for name, part in parts.items()}
+        on_clock.append(replace(runner.played, seconds=seconds).select([0], agrees))
+    about = about_clock(on_clock[0], 1, num_repeats=3)
+    report = report_of(on_clock, runners, COST, dataset="made", about=about)
     first, second, _ = report["rows"]
     assert [first[name] for name in ("difference", "draft", "verify", "rest")] == pytest.approx([0] * 4)
+    assert first["request_p50_s"] == pytest.approx(np.median(predicted[0][agrees]))
+    assert first["first_token_p95_s"] == pytest.approx(np.percentile(predicted[0][agrees] / 10, 95))
     total_s = predicted[1][agrees].sum()
     assert second["draft"] == pytest.approx(slower[1][agrees].sum() / total_s)
     assert second["rest"] == pytest.approx(0.0004 / total_s)
@@ -123,10 +145,15 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     talks = replace(recorded, rows=tuple(replace(row, id=name) for row, name in zip(recorded.rows, ids, strict=True)))
     assert [rows_of(talks, num) for num in (1, 2, 9)] == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
     runners, rows = runners_on(talks), rows_of(talks, 2)
-    seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4, 3))
-    report = report_of(seconds, np.ones(4, dtype=bool), runners, COST, dataset="made", rows=rows)
+    seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4))
+    parts = ("whole_s", "first_token_s", "drafting_s", "verifying_s")
+    on_clock = [
+        replace(played_on(runner, rows), seconds=dict.fromkeys(parts, of))
+        for runner, of in zip(runners, seconds, strict=True)
+    ]
+    report = report_of(on_clock, runners, COST, dataset="made", about=about_clock(on_clock[0], 0, num_repeats=1))
     emitted = [runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0) for runner in runners]
-    every = list(map(Throughput, emitted, seconds[:, 0, :, 0].reshape(3, 2, 2).sum(1)))
+    every = list(map(Throughput, emitted, seconds[:, 0].reshape(3, 2, 2).sum(1)))
     assert [row["clocked_gain"][:3] for row in report["rows"]] == [gain_over(every[0], other)[:3] for other in every]
     assert report["about"].startswith("4 responses to 2 test prompts")
 

@@ -39,14 +39,14 @@ def runners() -> list[Result]:
 
 def clocked(runners: list[Result], true: Times) -> Report:
     """The report of a clock on which these times are true."""
-    every = []
+    on_clock = []
     for runner in runners:
         assert runner.played is not None
-        wall_s = true.time_s(runner.played)[0]
-        verify_s = (runner.played.lengths @ true.target_s(np.arange(runner.played.lengths.shape[-1])))[0]
-        every.append(np.stack([wall_s, wall_s - verify_s, verify_s], -1)[None])
-    num = len(every[0][0])
-    return report_of(np.stack(every), np.ones(num, bool), runners, COST, dataset="made", rows=range(num))
+        whole_s = true.time_s(runner.played)
+        verifying_s = runner.played.lengths @ true.target_s(np.arange(runner.played.lengths.shape[-1]))
+        seconds = {"whole_s": whole_s, "verifying_s": verifying_s, "drafting_s": whole_s - verifying_s}
+        on_clock.append(replace(runner.played, seconds=seconds | {"first_token_s": whole_s}))
+    return report_of(on_clock, runners, COST, dataset="made")
 
 
 @pytest.mark.parametrize(
