@@ -53,7 +53,7 @@ def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         data = replace(config.data, dir=str(Path(name) / "data"), num_train=rows, num_dev=rows // 8, num_test=0)
-        heads = replace(config.heads, timings=("fed",), scalars=(False,), embeddings=(False,), features="cached")
+        heads = replace(config.heads, timings=("fed",), scalars=(False,), embeddings=(False,), states="cached")
         config = replace(config, pair=replace(config.pair, num_threads=1), data=data, heads=heads)
         make(config)
         report: dict[str, Any] = {"rows": rows, "target": config.pair.target.path}
@@ -61,7 +61,7 @@ def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -
             for arm, median in seconds(arms, repeats).items():
                 report[f"{arm}_cpu_s"] = median
                 print(f"{arm:12} {median:9.3f} s", flush=True)
-        shards = Path(data.dir, "features", "fed").glob("train-*.safetensors")
+        shards = Path(data.dir, "states", "fed").glob("train-*.safetensors")
         num_bytes = sum(path.stat().st_size for path in shards)
     report["labelling_over_bare"] = report["bare_cpu_s"] / report["labelling_cpu_s"]
     report["gb_per_cpu_s"] = num_bytes / 1e9 / report["epoch_cpu_s"]
@@ -96,7 +96,7 @@ def labelling(config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def bare(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
-    """Forwards of draft and target with logits, and another forward of the draft for fed-time features."""
+    """Forwards of draft and target with logits."""
     order = sorted(exchanges, key=lambda exchange: -len(exchange.prompt_ids) - len(exchange.response_ids))
     for start in range(0, len(order), size):
         prompts = [exchange.prompt_ids for exchange in order[start : start + size]]
@@ -105,12 +105,13 @@ def bare(labeller: Labeller, exchanges: list[Exchange], size: int) -> None:
             hidden = forwards.hidden_states(model, [ids[:-1] for ids in texts], [len(ids) - 1 for ids in prompts])
             for chunk in forwards.chunks(len(hidden), forwards.chunk_rows(labeller.vocab_size, labeller.chunk_mb)):
                 forwards.logits_of(model, hidden[chunk], labeller.vocab_size)
-        forwards.hidden_states(labeller.draft, texts, [len(ids) for ids in prompts])
 
 
 def reading(config: Config) -> dict[str, Callable[[], Any]]:
     """Creating the data module, and reading an epoch of its batches."""
-    loader = FeatureData(config.data, config.heads, pair=config.pair).train_dataloader()
+    data = FeatureData(config.data, config.heads, pair=config.pair)
+    data.setup()
+    loader = data.train_dataloader()
     return {
         "open": lambda: FeatureData(config.data, config.heads, pair=config.pair),
         "epoch": lambda: [len(batch["fed"].token) for batch in loader],

@@ -43,7 +43,7 @@ _NAMES = {
     Limit(0, 1): "data.mixing_ratio data.max_error_share heads.warmup_ratio",
     Limit(0, 0.9): "heads.dropout",
     Limit(0, 10, is_open=True): "heads.learning_rate",
-    Limit(0, 1000): "heads.depths decode.max_draft_length",
+    Limit(0, 1000): "heads.depths heads.layer decode.max_draft_length",
     Limit(0, 2**32 - 1): "data.seed heads.seed decode.seed",
     Limit(0, _MOST): """
         data.num_train data.num_dev data.num_test data.server.max_retries trainer.log_every_n_steps decode.num_dev

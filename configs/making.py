@@ -58,7 +58,7 @@ def make_data(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> object:
-    """Make or resume the data: rows, features, manifest, errors.jsonl.
+    """Make or resume the data: rows, labels, manifest, errors.jsonl.
 
     Args:
         config: the experiment.
@@ -201,7 +201,7 @@ def check(config: Experiment) -> object:
 
 @runs("data_gen.official:import_")
 def import_data(config: Experiment, *, file: str, split: str = "train") -> object:
-    """Import the official SpecDec++ JSON as one split: rows, and features by the draft. Run it once per split, then
+    """Import the official SpecDec++ JSON as one split of rows and labels. Run it once per split, then
     train.
 
     Args:

@@ -138,10 +138,10 @@ class RayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """From prompts to rows and features."""
+    """From prompts to rows and labels."""
 
     dir: str = "data/run"
-    """Directory of rows, features and manifest."""
+    """Directory of rows, labels and manifest, and of the cache of hidden states that training fills."""
     prompts: PromptSource | tuple[PromptSource | str, ...] | str = "stories"
     """A prompt set: its path, or {path: P, split: S, columns: {prompt: question}}; or a list of sets with weights."""
     template: str = "chat"
@@ -191,20 +191,10 @@ class DataConfig:
     """With a feature draft, tokens drafted from each position of a response; other drafts propose one."""
     draft_every: int = 1
     """With a feature draft, draft at every n-th position of a response only; time and disk space fall almost by n."""
-    features: tuple[Literal["fed", "drawn"], ...] | None = None
-    """Hidden states to store: fed (after the draft has read the token), drawn (those that the token was drawn from).
-    null: those that heads.timings and heads.specdec need."""
-    feature_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the hidden states on disk; float32 takes twice the space."""
     engine: Literal["local", "ray"] = "local"
     """Where shards are made: in this process or by Ray actors; both write the same bytes."""
     ray: RayConfig = field(default_factory=RayConfig)
     """The workers of `engine: ray`."""
-
-    @property
-    def feature_sets(self) -> tuple[Literal["fed", "drawn"], ...]:
-        """`features`, or both sets if it is null."""
-        return ("fed", "drawn") if self.features is None else self.features
 
     @property
     def prompt_sources(self) -> tuple[PromptSource, ...]:
@@ -243,8 +233,13 @@ class HeadsConfig:
     and other prompts better."""
     specdec: bool = False
     """Also train the heads of SpecDec++: fed-time, on the hidden state alone."""
-    features: Literal["cached", "online"] = "cached"
-    """cached reads hidden states from disk; online runs the draft over each batch instead, once for all heads."""
+    states: Literal["cached", "online"] = "cached"
+    """Hidden states of the draft: cached runs it once and keeps them in data.dir/states; online runs it over each
+    batch, once for all heads, and needs no disk space."""
+    state_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the hidden states; float32 takes twice the space."""
+    layer: int | None = None
+    """Take hidden states after this many layers of the draft, to compare layers; decoding reads the last (null)."""
     num_train: int | None = None
     """Train on this many responses only, the first ones; null: all."""
     learning_rate: float | None = None
@@ -259,6 +254,14 @@ class HeadsConfig:
     """Steps between checkpoints, from which a killed run continues; null: every 3 minutes and at each validation."""
     seed: int = 0
     """Random seed of the initial weights and the order of batches, 0 to 2^32 - 1."""
+
+    @property
+    def state_timings(self) -> tuple[Literal["fed", "drawn"], ...]:
+        """The timings of the hidden states that the heads read: prefix and candidate heads read drawn ones."""
+        is_fed = {timing == "fed" for timing in self.timings}
+        if self.specdec:
+            is_fed.add(True)
+        return tuple(name for name, flag in (("fed", True), ("drawn", False)) if flag in is_fed)  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)

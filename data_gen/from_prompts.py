@@ -87,16 +87,7 @@ def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, 
             sizes[f"num_{split}"] = num_of_split(manifest, split) or num
     data = DataConfig(dir=str(directory), prompts=str(root / _PROMPTS), **sizes | settings)
     decode = DecodeConfig(dir=str(root / "decode"), num_dev=data.num_dev, num_test=data.num_test)
-    return Config(pair=pair, data=data, heads=default_heads(data, root / "heads"), decode=decode)
-
-
-def default_heads(data: DataConfig, directory: Path) -> HeadsConfig:
-    """The default heads for the hidden states of the data; if it has none, the draft computes them in training."""
-    return HeadsConfig(
-        dir=str(directory),
-        timings=("fed",) if data.feature_sets == ("fed",) else ("drawn",),
-        features="cached" if data.feature_sets else "online",
-    )
+    return Config(pair=pair, data=data, heads=HeadsConfig(dir=str(root / "heads")), decode=decode)
 
 
 def _record(prompt: Any, index: int) -> Fields:

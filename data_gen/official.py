@@ -1,11 +1,11 @@
-"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows, and labels and features by the
-config's draft, so that heads can be trained on them.
+"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows and labels, so that heads can be
+trained on them.
 
 The JSON (`data/gen_*.py` of the released code) is one list of objects with the fields prompt and continuation (strings)
 and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc (lists, or lists written as strings). So it has
-Y, log q(Y), log p(Y) and P, under temperature 1 without truncation. The draft adds its hidden states over prompt +
-X_<i (drawn-time) and prompt + Z_<=i (fed-time, mixed here with data.mixing_ratio), and H(q). acceptance_rate and
-cross_entropy would need the target and are null. Before a shard is written, the draft's log q(Y) is compared with the
+Y, log q(Y), log p(Y) and P, under temperature 1 without truncation. The draft adds H(q) and the logits of q, and the
+coins of the mixed sequence are drawn here (data.mixing_ratio). acceptance_rate and cross_entropy would need the target
+and are null. Before a shard is written, the draft's log q(Y) is compared with the
 file's, so that another draft and swapped keys are refused.
 """
 
@@ -36,7 +36,7 @@ from lm.pair import vocab_size_of
 from store.json_files import read_json
 from store.lock import only_writer
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, sha256_of, shards_in, write_atomic
+from store.shards import DATA_FOLDERS, clean_partial, forget_broken, sha256_of, shards_in, write_atomic
 
 _SAMPLING = {"temperature": 1.0, "top_k": None, "top_p": None}
 _KEYS = ("log_p_7b", "log_p_70b")
@@ -73,8 +73,8 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
             _claim(data.dir, manifest, split, path)
         for number in range(len(items)):  # not kept in memory, since a file may hold 40,000
             _check_fit(*row(number), num_ids=num_ids, limit=limit_of(pair.draft))
-        clean_partial(data.dir, *SHARD_FOLDERS)
-        forget_broken(path for path in shards_in(data.dir) if path.name.startswith(f"{split}-"))
+        clean_partial(data.dir, *DATA_FOLDERS)
+        forget_broken(path for path in shards_in(data.dir, DATA_FOLDERS) if path.name.startswith(f"{split}-"))
         starts = range(0, len(items), size)
         missing = [start for start in starts if not stages.is_done(ShardSpec(split, start // size, ()), data)]
         worker = Worker(Job(pair=pair, data=data, stage="draft")) if missing else None
@@ -149,8 +149,8 @@ def _manifest(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
         "sampling": _SAMPLING,
         "keys": list(_KEYS),
         "rows_per_shard": data.rows_per_shard,
-        "features": list(data.feature_sets),
-        **{name: getattr(data, name) for name in ("feature_dtype", "mixing_ratio", "seed")},
+        "mixing_ratio": data.mixing_ratio,
+        "seed": data.seed,
         "recorded": {"target_path": target.path, "draft_path": pair.draft.path},
     }
 

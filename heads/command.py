@@ -301,8 +301,9 @@ def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
     path, sets = config.pair.draft.path, config.heads
     if released_layout_of(config.pair.draft) != "dspark":
         raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
-    sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, features="cached")
+    sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, states="cached")
     data = FeatureData(config.data, sets, pair=config.pair)
+    data.setup()
     draft = load_pair(config.pair).drafting
     assert isinstance(draft, DSpark), "its layout is DSpark's"
     if draft.confidence_head is None:

@@ -13,14 +13,13 @@ from configs.limits import check_limits
 from configs.load import load_config
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from configs.shipped import NAMES
-from data_gen.from_prompts import default_heads
 from data_gen.store.manifest import read_manifest
 from heads.command import export
 from heads.model.files import rank_of
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
 
-_OF_DATA = ("split_weights", "mixing_ratio", "features", "draft_length", "draft_every")
+_OF_DATA = ("split_weights", "mixing_ratio", "draft_length", "draft_every")
 """Settings of the data that training reads, by their names in manifest.json."""
 
 
@@ -37,7 +36,7 @@ def train_heads(
 
     Args:
         data: the experiment that `data_gen.make_data` returns, the path of a YAML, or a directory with data: data.dir,
-            or the `dir` of make_data. Heads of a directory have the timing of its hidden states.
+            or the `dir` of make_data.
         dir: output directory; None: the experiment's heads.dir, or the folder heads in the directory.
         max_epochs: passes over the data; None: the experiment's value, or one that follows from the amount of data.
         callbacks: callbacks of Lightning, such as EarlyStopping("dev/calibrated_kl"), which is a mean over heads of the
@@ -101,5 +100,5 @@ def _config_of(directory: Path) -> Config:
     return Config(
         pair=PairConfig(target=target, draft=draft, sampling=SamplingConfig(**manifest["sampling"])),
         data=data,
-        heads=default_heads(data, directory / "heads"),
+        heads=HeadsConfig(dir=str(directory / "heads")),
     )

@@ -152,9 +152,11 @@ def refuse_training(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> States:
+def hidden_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], starts: Sequence[int], *, layer: int | None = None
+) -> States:
     """Final hidden states (after the final norm, as the LM head reads them) of one batch, without padding: those of
-    rows[0][starts[0]:], then those of rows[1][starts[1]:], and so on.
+    rows[0][starts[0]:], then those of rows[1][starts[1]:], and so on; with `layer` those after that many layers.
 
     Sequences on either side of a RoPE switch have their own forward; one that crosses it raises ValueError (`lm.rope`).
     """
@@ -171,7 +173,8 @@ def hidden_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], starts:
         # that it does not see by 0, and 0 * NaN is NaN: a row is padded with an id of its own, not of another row.
         padded = [[*rows[index], *[rows[index][0]] * (width - len(rows[index]))] for index in side]
         ids = torch.tensor(padded, device=device_of(model))
-        hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        outputs = body_of(model)(input_ids=ids, use_cache=False, output_hidden_states=layer is not None)
+        hidden = outputs.last_hidden_state if layer is None else outputs.hidden_states[layer]
         states |= {index: row[starts[index] : len(rows[index])] for index, row in zip(side, hidden, strict=True)}
     return torch.cat([states[index] for index in range(len(rows))])
 

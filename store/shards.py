@@ -2,7 +2,7 @@
 
     DIR/rows/{split}-{index:05d}.parquet
     DIR/labels/{split}-{index:05d}.safetensors
-    DIR/features/{timing}/{split}-{index:05d}.safetensors
+    DIR/states/{timing}/{split}-{index:05d}.safetensors
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
 Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
@@ -30,7 +30,9 @@ from store.json_files import read_json
 from store.lock import only_writer
 from store.progress import Bar
 
-SHARD_FOLDERS = ("rows", "labels", "features/*", "stages/*")
+DATA_FOLDERS = ("rows", "labels", "stages/*")
+STATE_FOLDERS = ("states/*",)
+"""The cache of hidden states, which `train` fills."""
 SIDECAR_REMEDY = "delete it and run the same command again, which makes the shard again"
 _COUNTS = {"bytes", "rows", "tokens", "input", "ok"}  # integer facts of a sidecar
 _DIRECTORY_WAIT_S = 600.0
@@ -41,7 +43,7 @@ _MIN_BAR_BYTES = 2**27  # total size from which a progress bar is shown; smaller
 
 
 def shard_path(directory: str | Path, folder: str, split: str, index: int) -> Path:
-    """Path of a shard in a folder of data.dir: rows, labels, or features/TIMING."""
+    """Path of a shard in a folder of data.dir: rows, labels, or states/TIMING."""
     suffix = "parquet" if folder == "rows" else "safetensors"
     return Path(directory, folder, f"{split}-{index:05d}.{suffix}")
 
@@ -254,8 +256,8 @@ def forget_broken(paths: Iterable[Path]) -> None:
         sidecar_path(path).unlink()
 
 
-def shards_in(directory: str | Path) -> list[Path]:
-    """Every shard of data.dir of which the file or its sidecar exists, folder by folder."""
-    paths = [path for folder in SHARD_FOLDERS for path in sorted(Path(directory).glob(f"{folder}/*-*"))]
+def shards_in(directory: str | Path, folders: Iterable[str]) -> list[Path]:
+    """Every shard in folders of data.dir of which the file or its sidecar exists, folder by folder."""
+    paths = [path for folder in folders for path in sorted(Path(directory).glob(f"{folder}/*-*"))]
     names = [path for path in paths if _NAME.fullmatch(path.name)]
     return list(dict.fromkeys(path.with_suffix("") if path.suffix == ".json" else path for path in names))

@@ -1,4 +1,4 @@
-"""Labels and features of a feature draft: heads on it learn from drafts, as decoding makes them.
+"""Labels of a feature draft: heads on it learn from drafts, as decoding makes them.
 
 From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's states up
 to s and then with its own outputs (`data_gen.labels.rollout`). The first step of each draft is teacher-forced; later
@@ -6,7 +6,7 @@ steps read the draft's own tokens, as in decoding. One forward of the target ove
 them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
-    drawn-time state      that which produced q(s, j)
+    drawn-time state      that which produced q(s, j)       (`data_gen.labels.states`)
     fed-time state        that after y_j was fed
 
 There is no token mixing, as the tokens before y_j are the draft's own. The rows hold the first step at each position,
@@ -25,15 +25,13 @@ from data_gen.labels.branches import check_branches
 from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import NUMBERS, label_draft, label_target
 from data_gen.labels.rollout import Rollouts, rollouts_of
+from data_gen.labels.states import DRAFTS_AT_ONCE, begins_of, first_position, read_ids
 from data_gen.responses.exchange import Exchange, Progress
 from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
-from lm.features.dspark import DSpark
 from lm.forwards import chunk_rows, logits_of, output_device_of
-from lm.sampling import REMEDY, NonFiniteError, refuse_non_finite
+from lm.sampling import NonFiniteError, refuse_non_finite
 
-_DRAFTS_AT_ONCE = 128
-"""Limits the attention mask of one forward."""
 _WHERE = "along the drafts of the response"
 
 
@@ -52,25 +50,19 @@ class ChainLabeller:
     """Drafts start at every n-th position of a response, from its first on; those of blocks from its second on."""
     chunk_mb: int
     """Limit of one float32 [positions, vocabulary] chunk."""
-    feature_dtype: torch.dtype
 
     def label(
-        self,
-        exchanges: Sequence[Exchange],
-        uniform: Float[Tensor, "token step"],
-        *,
-        timings: Sequence[str],
-        progress: Progress,
+        self, exchanges: Sequence[Exchange], uniform: Float[Tensor, "token step"], *, progress: Progress
     ) -> Labelled:
-        """Labels and states of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has
-        broken rows. Tokens are drawn with `uniform`, in float64.
+        """Labels of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has broken
+        rows. Tokens are drawn with `uniform`, in float64.
         """
-        rows, columns = [self._empty(())], [self._empty(timings)]
+        rows, columns = [_no_labels()], [_no_labels()]
         lengths, broken, start = [torch.empty(0, dtype=torch.int64)], dict[int, str](), 0
         for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
             try:
-                steps, is_kept = self._labelled(exchange, uniform[start:end], timings)
+                steps, is_kept = self._labelled(exchange, uniform[start:end])
             except NonFiniteError as error:
                 broken[row] = str(error)
             else:
@@ -86,58 +78,38 @@ class ChainLabeller:
         return Labelled(found, broken, _concatenated(rows), layout)
 
     @torch.inference_mode()
-    def _labelled(
-        self, exchange: Exchange, uniform: Tensor, timings: Sequence[str]
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    def _labelled(self, exchange: Exchange, uniform: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Every step of a draft from each position of one response, and [position] whether that draft is stored. Drafts
         that are not have one step, as the rows need it.
         """
         prompt, response = exchange.prompt_ids, exchange.response_ids
-        ids = (prompt + response)[: max(len(prompt) + len(response) - 1, 1 + self.draft.lag)]
+        ids = read_ids(self.draft, prompt, response)
         check_branches(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         chains = rollouts_of(self.target, self.draft, ids)
-        at_once = min(_DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
-        # a prompt of one token has no state of the target's for EAGLE to begin with: its first draft begins one token
-        # later
-        begins = (torch.arange(len(response)) + len(prompt)).clamp(min=1 + self.draft.lag)
-        # a fed-time state is that of the next position, which the last token of a block does not have
-        longest = int(min(self.draft_length, chains.max_length - ("fed" in timings)))
-        limits = torch.arange(len(response), 0, -1).clamp(max=longest)
-        is_kept = torch.arange(len(response)) % self.draft_every == 0
-        if isinstance(self.draft, DSpark):
-            # DSpark was not trained on blocks that begin at a prompt's last token, and decoding makes none
-            is_kept = is_kept.roll(1)
-            is_kept[0] = False
+        at_once = min(DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
+        positions = torch.arange(len(response))
+        begins = begins_of(self.draft, positions, len(prompt))
+        limits = torch.arange(len(response), 0, -1).clamp(max=int(min(self.draft_length, chains.max_length)))
+        is_kept = torch.zeros(len(response), dtype=torch.bool)
+        is_kept[first_position(self.draft) :: self.draft_every] = True
         limits[~is_kept] = 1
         parts = []
-        for group in torch.arange(len(response)).split(at_once):  # drafts that one forward of the target reads
-            steps = self._steps(chains, begins[group], limits[group], uniform[group], is_fed="fed" in timings)
+        for group in positions.split(at_once):  # drafts that one forward of the target reads
+            steps = self._steps(chains, begins[group], limits[group], uniform[group])
             owner = group[steps["owner"].cpu()]
-            parts.append(self._with_target(steps, chains, begins[group], timings) | {"owner": owner})
+            parts.append(self._with_target(steps, chains, begins[group]) | {"owner": owner})
         return _concatenated(parts), is_kept
 
-    def _with_target(
-        self, steps: dict[str, Tensor], chains: Rollouts, begins: Tensor, timings: Sequence[str]
-    ) -> dict[str, Tensor]:
-        """The labels of some steps by both models, and the requested states, on the CPU."""
+    def _with_target(self, steps: dict[str, Tensor], chains: Rollouts, begins: Tensor) -> dict[str, Tensor]:
+        """The labels of some steps by both models, on the CPU."""
         columns, q = {name: steps[name] for name in ("draft_ids", *NUMBERS) if name in steps}, steps["q"]
         p_logits = self._p_logits(chains, begins, steps["draft_ids"], steps["owner"]).to(q.device)
         p = self.sampling.probs(p_logits.float())
         columns |= label_target(p, columns, q, q_logits=steps["q_logits"], p_logits=p_logits)
-        hidden = {timing: steps[timing].to("cpu", self.feature_dtype) for timing in timings}
-        if not all(states.isfinite().all() for states in hidden.values()):
-            raise NonFiniteError(
-                f"the draft has hidden states {_WHERE} that are not finite in {self.feature_dtype}; {REMEDY}"
-            )
-        return {name: values.cpu() for name, values in columns.items()} | hidden
+        return {name: values.cpu() for name, values in columns.items()}
 
-    def _steps(
-        self, chains: Rollouts, begins: Tensor, limits: Tensor, uniform: Tensor, *, is_fed: bool
-    ) -> dict[str, Tensor]:
-        """The labels, q, q_logits, both states and `owner` (its draft) of each step of the drafts, draft by draft.
-
-        The last token of a draft is fed too if fed-time states are requested (`is_fed`).
-        """
+    def _steps(self, chains: Rollouts, begins: Tensor, limits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
+        """The labels, q, q_logits and `owner` (its draft) of each step of the drafts, draft by draft."""
         state = chains.begin(begins)
         limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
         eos = torch.tensor(sorted(self.eos_ids), device=state.device)
@@ -146,13 +118,11 @@ class ChainLabeller:
             refuse_non_finite(logits, "the draft", _WHERE)
             labels, q = label_draft(logits, uniform[alive.cpu(), index].to(state.device), self.sampling)
             continues = (limits[alive] > index + 1) & ~torch.isin(labels["draft_ids"], eos)
-            fed = torch.zeros_like(state)
-            if (feeding := torch.ones_like(continues) if is_fed else continues).any():
-                fed[feeding] = chains.feed(labels["draft_ids"][feeding], alive[feeding])
-            steps.append(labels | {"owner": alive, "q": q, "q_logits": logits, "drawn": state, "fed": fed})
-            alive, state = alive[continues], fed[continues]
+            steps.append(labels | {"owner": alive, "q": q, "q_logits": logits})
+            alive = alive[continues]
             if not len(alive):
                 break
+            state = chains.feed(labels["draft_ids"][continues], alive)
         table = _concatenated(steps)
         return _selected(table, table["owner"].argsort(stable=True))  # stable: each draft keeps the order of its steps
 
@@ -173,11 +143,10 @@ class ChainLabeller:
         refuse_non_finite(logits, "the target", _WHERE)
         return logits
 
-    def _empty(self, timings: Sequence[str]) -> dict[str, Tensor]:
-        """The columns of no token."""
-        none = torch.empty(0, self.draft.hidden_size, dtype=self.feature_dtype)
-        columns = dict.fromkeys(NUMBERS, torch.empty(0)) | dict.fromkeys(timings, none)
-        return columns | {"draft_ids": torch.empty(0, dtype=torch.int64)}
+
+def _no_labels() -> dict[str, Tensor]:
+    """The columns of no token."""
+    return dict.fromkeys(NUMBERS, torch.empty(0)) | {"draft_ids": torch.empty(0, dtype=torch.int64)}
 
 
 def _selected(table: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

@@ -1,13 +1,11 @@
-"""Labels and features of exchanges: the forwards of law 4.6 over one shard.
+"""Labels of exchanges: the forwards of law 4.6 over one shard.
 
 A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 …
-p_n): all labels and the drawn-time features in one pass per model. Fed-time features need one more draft forward,
-over prompt + Z.
+p_n), and so all labels in one pass per model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -54,12 +52,9 @@ class Labeller:
     batch_size: int
     chunk_mb: int
     """Limit of one float32 [positions, vocabulary] chunk."""
-    feature_dtype: torch.dtype
 
-    def label(
-        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, with_hidden: bool, progress: Progress
-    ) -> Labelled:
-        """The columns of the loaded models, each [token]; with the draft also `drawn` [token, hidden] on request.
+    def label(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], *, progress: Progress) -> Labelled:
+        """The columns of the loaded models, each [token].
 
         `inputs`: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
         Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs` [token,
@@ -71,7 +66,7 @@ class Labeller:
 
         def labelled(rows: Sequence[int]) -> dict[str, Tensor]:
             known = {name: value[layout.positions(rows)] for name, value in inputs.items()}
-            part = self._label_batch([exchanges[row] for row in rows], known, with_hidden)
+            part = self._label_batch([exchanges[row] for row in rows], known)
             progress(len(rows))
             return part
 
@@ -82,21 +77,6 @@ class Labeller:
             reason = f"the {name} {_BROKEN} at token {{}} of the response; {REMEDY}"
             broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
-
-    def fed_hidden(self, exchanges: Sequence[Exchange], mixed_ids: Tensor) -> Tensor:
-        """Draft states after each token of `mixed_ids` (Z) was fed, [token, hidden]."""
-        assert self.draft is not None
-        draft, layout = self.draft, layout_of(exchanges)
-        prompts = [exchange.prompt_ids for exchange in exchanges]
-        ends = zip(prompts, pairwise(layout.offsets), strict=True)
-        texts = [prompt + mixed_ids[start:end].tolist() for prompt, (start, end) in ends]
-
-        def fed(rows: Sequence[int]) -> dict[str, Tensor]:
-            # After token i was fed the state is at token i itself, one position later than the state that produced q_i.
-            hidden = _states(draft, [texts[row] for row in rows], [len(prompts[row]) for row in rows])
-            return {"fed": hidden.to("cpu", self.feature_dtype)}
-
-        return self._in_batches(list(map(len, texts)), layout, fed)["fed"]
 
     def _in_batches(
         self, costs: Sequence[int], layout: Layout, run: Callable[[Sequence[int]], dict[str, Tensor]]
@@ -116,9 +96,7 @@ class Labeller:
         return {name: model for name, model in models.items() if model is not None}
 
     @torch.inference_mode()
-    def _label_batch(
-        self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor], with_hidden: bool
-    ) -> dict[str, Tensor]:
+    def _label_batch(self, exchanges: Sequence[Exchange], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The columns of some rows, in chunks of positions."""
         sequences = [exchange.prompt_ids + exchange.response_ids[:-1] for exchange in exchanges]
         # the prompt's last token predicts the first of the response
@@ -136,10 +114,7 @@ class Labeller:
             )
             for chunk in forwards.chunks(max(1, len(next(iter(states.values())))), self._chunk_rows())
         ]
-        columns = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-        if with_hidden and self.draft is not None:
-            columns["drawn"] = states["draft"].to("cpu", self.feature_dtype)
-        return columns
+        return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
     def _chunk_rows(self) -> int:
         """Positions per chunk: those that fit `chunk_mb`, on a CPU also its caches, as every label reads them again."""

@@ -22,7 +22,6 @@ from data_gen.pipeline.stages import (
     settled,
     shards_of,
     stages_of,
-    with_features,
 )
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import say_once
@@ -37,7 +36,7 @@ from lm.features.released import released_layout_of
 from lm.pair import free_memory
 from lm.parallel import sliced_models
 from store.progress import Bar
-from store.shards import SHARD_FOLDERS, clean_partial, forget_broken, is_whole, shard_path, shards_in, write_atomic
+from store.shards import DATA_FOLDERS, clean_partial, forget_broken, is_whole, shard_path, shards_in, write_atomic
 
 _FEW_PROMPTS = 50
 _NEEDED = (
@@ -73,7 +72,7 @@ def make(
 
 
 def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> None:
-    data = with_features(settled(config.data), config.heads)
+    data = settled(config.data)
     requested = _requested(stages, data, retry_errors=retry_errors)
     all_specs = shards_of(data)
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
@@ -96,10 +95,10 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
         if not share.is_whole:
             print(f"{data.dir}: {share} makes {len(specs)} of {len(all_specs)} shards")
         names = {spec.name for spec in specs}
-        forget_broken(path for path in shards_in(data.dir) if path.stem in names)
+        forget_broken(path for path in shards_in(data.dir, DATA_FOLDERS) if path.stem in names)
         num_made = _complete(share.on_its_gpu(config.pair), data, specs, stages=requested, retry_errors=retry_errors)
         # those of a killed run, and of actors that died in this one
-        clean_partial(data.dir, *SHARD_FOLDERS, names=None if share.is_whole else names)
+        clean_partial(data.dir, *DATA_FOLDERS, names=None if share.is_whole else names)
         with share.last_turn(data.dir, work) as num_others:
             rank = "" if share.is_whole else f"{share} "
             done = f"{data.dir}: {rank}made {num_made} shards (stages: {', '.join(requested)})"

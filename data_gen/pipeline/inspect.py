@@ -18,7 +18,7 @@ from data_gen.prompts.files import Fields, json_lines
 from data_gen.prompts.sets import SPLITS
 from data_gen.store.manifest import num_prompts, read_manifest
 from store.progress import Bar
-from store.shards import atomic_file, broken_shards, check_sums, is_whole, shards_in
+from store.shards import DATA_FOLDERS, STATE_FOLDERS, atomic_file, broken_shards, check_sums, is_whole, shards_in
 
 _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 
@@ -27,8 +27,12 @@ _COLUMNS = ("id", "prompt_ids", "response_ids", "finish_reason")
 def check(config: Config) -> None:
     """Run `acceptance-heads check`; `configs.making` documents its flags."""
     directory = Path(config.data.dir)
-    missing, paths = absent(directory, read_manifest(directory)), shards_in(directory)
+    missing = absent(directory, read_manifest(directory))
+    paths = shards_in(directory, DATA_FOLDERS)
+    cached = shards_in(directory, STATE_FOLDERS)
     problems = dict(broken_shards(paths, reads_all=True))
+    problems |= dict(broken_shards(cached, command="train", reads_all=True))
+    paths += cached
     problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]
@@ -37,16 +41,15 @@ def check(config: Config) -> None:
         print("\n".join(problems.values()))
         raise ValueError(
             f"{len(problems)} shards in {directory} are damaged or missing (listed above); run `acceptance-heads data` "
-            "with this config to make them again"
+            "with this config to make them again, or `train` for those in states/"
         )
     print(f"All {len(paths)} shards in {directory} are intact.")
 
 
 def absent(directory: Path, manifest: Mapping[str, Any]) -> list[Path]:
     """Paths of shards that the manifest counts, or another folder has, and that are missing."""
-    suffixes = {f"features/{timing}": "safetensors" for timing in manifest.get("features", ())}
-    suffixes |= {"rows": "parquet", "labels": "safetensors"}
-    present = {path for path in shards_in(directory) if str(path.parent.relative_to(directory)) in suffixes}
+    suffixes = {"rows": "parquet", "labels": "safetensors"}
+    present = set(shards_in(directory, suffixes))
     names = []
     for split in SPLITS:
         counts = [int(path.stem.partition("-")[2]) + 1 for path in present if path.stem.startswith(f"{split}-")]

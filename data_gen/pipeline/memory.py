@@ -172,11 +172,11 @@ def _data_stages(target: Size, draft: Size, data: DataConfig) -> Iterator[Need]:
 
 
 def _training(draft: Size, data: DataConfig, heads: HeadsConfig, *, head_weights: int) -> Need:
-    """Memory on one GPU in training: every rank holds all heads, and with online features the draft."""
+    """Memory on one GPU in training: every rank holds all heads, and with online states the draft."""
     widest = max(heads.depths) * _FLOATS_PER_BLOCK + 1
     per_sequence = {"activations": 4.0 * widest * len(heads.reject_weights) * draft.hidden_size * data.max_new_tokens}
     fixed = {"heads": 4.0 * _FLOATS_PER_WEIGHT * head_weights}
-    if heads.features == "online":
+    if heads.states == "online":
         fixed |= {"draft weights": draft.weights, "logits": _LABELLING_CHUNKS * data.chunk_mb * 2**20}
         per_sequence["draft"] = draft.activations_per_position * (data.max_prompt_tokens + data.max_new_tokens)
     return Need("training, on each GPU", fixed, per_sequence, heads.batch_size, "heads.batch_size", is_per_gpu=True)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from configs.schema import Config, DataConfig, PairConfig
+from configs.schema import Config, DataConfig, HeadsConfig, PairConfig
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of, with_features
+from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of
 from data_gen.pipeline.worker import Job, Worker, check_lengths
 from data_gen.prompts.prompt import Prompt
 from data_gen.responses.exchange import ShardSpec
@@ -35,8 +35,8 @@ from store.shards import shard_path
 
 _ROW_BYTES_PER_TOKEN = 32
 """Upper bound of the Parquet bytes of one response position: six numbers, two ids, a coin, and the text."""
-_LABEL_BYTES_PER_TOKEN = 29
-"""Bytes of the labels of one token: six float32, one int32, one bool."""
+_LABEL_BYTES_PER_TOKEN = 37
+"""Bytes of the labels of one token: eight float32, one int32, one bool."""
 _BUDGET_S = 30.0
 """Seconds that a sample may take, without loading the models."""
 _WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
@@ -57,7 +57,7 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
     num_rows = (data.num_train or 0) + data.num_dev + data.num_test
     try:
-        data = with_features(settled(data), config.heads)
+        data = settled(data)
         specs = [spec for spec in shards_of(data) if not is_done(spec, data)]
         num_rows = sum(spec.num_requests for spec in specs)
     except FileNotFoundError as error:
@@ -74,12 +74,12 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         row, is_cut, origin = _measured(pair, data, prompts[:sample])
     else:
         row, origin = _bound(pair, data), "upper bounds, nothing measured"
-    totals = _totals(data, num_rows, row) | {"is_cut": is_cut}
+    totals = _totals(config, data, num_rows, row) | {"is_cut": is_cut}
     totals["memory_bytes"] = {need.stage: need.total for need in needs}
     print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
     if sets := Counter(prompt.set for prompt in prompts if prompt.set):
         print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
-    _report(data, totals)
+    _report(config.heads, data, totals)
     return totals
 
 
@@ -103,9 +103,14 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     return needs
 
 
-def _totals(data: DataConfig, num_rows: int, row: Mapping[str, float]) -> dict[str, Any]:
-    """What so many rows take, by the means of one row."""
+def _totals(config: Config, data: DataConfig, num_rows: int, row: Mapping[str, float]) -> dict[str, Any]:
+    """What so many rows take, by the means of one row, and what training computes from them."""
     num_tokens = num_rows * row["response_tokens"]
+    width, num_drafted = _drafted(config.pair, data)
+    num_states = len(config.heads.state_timings)
+    state_bytes = num_drafted * width * getattr(torch, config.heads.state_dtype).itemsize
+    is_cached = config.heads.states == "cached"
+    has_feature_draft = released_layout_of(config.pair.draft) is not None
     # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
     return {
@@ -114,8 +119,11 @@ def _totals(data: DataConfig, num_rows: int, row: Mapping[str, float]) -> dict[s
         "response_tokens": round(num_tokens),
         "target_decode_forwards": round(num_tokens / data.batch_size) if data.source == "transformers" else 0,
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
-        "draft_sequence_forwards": num_rows * (1 + ("fed" in data.feature_sets)),
+        "draft_sequence_forwards": num_rows,
         "disk_bytes": round(num_rows * row["disk_bytes"]),
+        "state_forwards": num_rows * num_states if is_cached else 0,
+        "state_target_forwards": num_rows * num_states if is_cached and has_feature_draft else 0,
+        "state_bytes": round(num_tokens * state_bytes) * num_states if is_cached else 0,
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": row["token_s"] * num_tokens if "token_s" in row else None,
     }
@@ -174,14 +182,18 @@ def _timed(worker: Worker, spec: ShardSpec, bar: Bar) -> float:
     return time.perf_counter() - start_s
 
 
+def _drafted(pair: PairConfig, data: DataConfig) -> tuple[int, float]:
+    """Width of the draft's hidden states, and at most so many drafted tokens per response token."""
+    width = width_of(pair.draft)
+    if width is None:  # not a feature draft
+        return model_config(pair.draft).get_text_config().hidden_size, 1.0
+    return width, data.draft_length / data.draft_every
+
+
 def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
     """Upper bounds of a row, from the YAML."""
-    num_states = len(data.feature_sets)
-    width, num_drafted = width_of(pair.draft), data.draft_length / data.draft_every
-    if width is None:  # not a feature draft
-        width, num_drafted = model_config(pair.draft).get_text_config().hidden_size, 1.0
-    state_bytes = num_states * width * getattr(torch, data.feature_dtype).itemsize
-    token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * (_LABEL_BYTES_PER_TOKEN + state_bytes)
+    _, num_drafted = _drafted(pair, data)
+    token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * _LABEL_BYTES_PER_TOKEN
     return {
         "prompt_tokens": float(data.max_prompt_tokens),
         "response_tokens": float(data.max_new_tokens),
@@ -189,7 +201,7 @@ def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
     }
 
 
-def _report(data: DataConfig, totals: Mapping[str, Any]) -> None:
+def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> None:
     by_server = ", as the server provides the labels" if data.labels == "server" else ""
     facts = (
         ("rows", "rows", ""),
@@ -202,7 +214,8 @@ def _report(data: DataConfig, totals: Mapping[str, Any]) -> None:
     for label, name, unit in facts:
         print(f"  {label:<18}{totals[name]:>15,}{unit}")
     disk_bytes, free_bytes, time_s = totals["disk_bytes"], totals["free_bytes"], totals["time_s"]
-    print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB, free {free_bytes / 1e9:,.1f} GB")
+    print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB of rows and labels, free {free_bytes / 1e9:,.1f} GB")
+    _report_states(heads, totals)
     if time_s is not None:
         workers = data.ray.num_workers if data.engine == "ray" else 1
         shared = f" / {workers} workers = {duration(time_s / workers)}" if workers > 1 else ""
@@ -213,8 +226,22 @@ def _report(data: DataConfig, totals: Mapping[str, Any]) -> None:
                 f"{duration(time_s / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
                 f"lose; set data.rows_per_shard to {advised}"
             )
-    if disk_bytes > free_bytes:
-        print("warning: not enough free disk space; free some, or use fewer prompts or one of data.features")
+    if disk_bytes + totals["state_bytes"] > free_bytes:
+        print("warning: not enough free disk space; free some, use fewer prompts, or heads.states: online")
+
+
+def _report_states(heads: HeadsConfig, totals: Mapping[str, Any]) -> None:
+    """What training adds: hidden states, in a cache or for each batch."""
+    timings = " and ".join(heads.state_timings)
+    if heads.states == "online":
+        print(f"  hidden states     none on disk: training runs the draft over each batch ({timings})")
+        return
+    num_forwards = f"{totals['state_forwards']:,} whole sequences of the draft"
+    if totals["state_target_forwards"]:
+        num_forwards += " and of the target, whose states it reads"
+    print(
+        f"  hidden states     {totals['state_bytes'] / 1e9:>15,.3f} GB ({timings}), cached by `train`: {num_forwards}"
+    )
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:

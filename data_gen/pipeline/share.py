@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
@@ -36,6 +36,7 @@ _TURN_S = 300.0
 """Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
 _SLOW_START_S = 60.0
 _POLL_S = 1.0
+Spec = TypeVar("Spec")
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -56,7 +57,7 @@ class Share(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}" + (f" (from {self.launcher})" if self.launcher else "")
 
-    def of(self, specs: Sequence[ShardSpec]) -> list[ShardSpec]:
+    def of(self, specs: Sequence[Spec]) -> list[Spec]:
         """The shards that this process makes."""
         return list(specs[self.rank :: self.world_size])
 

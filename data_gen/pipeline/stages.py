@@ -2,10 +2,10 @@
 models (`mode: together`), or three with one model at a time (`sequential`), which keep their results in DIR/stages
 until the last has written the shard.
 
-    together    responses, labels of both models, mixings, features
-    respond     responses                                    target (or none: a server or a file answers)
-    draft       Y, log q, entropy, mixings, hidden states    draft
-    target      log p, acceptance_prob                       target
+    together    responses, labels of both models, mixings
+    respond     responses                      target (or none: a server or a file answers)
+    draft       Y, log q, entropy, mixings     draft
+    target      log p, acceptance_prob         target
 
 With `labels: server` the responses come with the target's distributions, and there is no stage `target`.
 
@@ -24,7 +24,7 @@ import safetensors.torch
 from safetensors import safe_open
 from torch import Tensor
 
-from configs.schema import DataConfig, HeadsConfig
+from configs.schema import DataConfig
 from data_gen.labels.labeller import Labelled
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load_prompts, set_of, sources_of, split_by_id, splittable
@@ -36,7 +36,6 @@ from store.shards import is_whole, read_sidecar, shard_path, sidecar_path, write
 
 _FACTS = Exchange._fields[:5]
 """All fields of an exchange but tensors."""
-Feature = Literal["fed", "drawn"]
 Stage = Literal["together", "respond", "draft", "target"]
 
 
@@ -58,28 +57,6 @@ def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
-    return config
-
-
-def with_features(config: DataConfig, heads: HeadsConfig) -> DataConfig:
-    """The section with the features that these heads read from disk, beside those that the directory has; ValueError
-    if the section leaves one of them out.
-    """
-    needed = set[str]()
-    if heads.features == "cached":
-        needed |= {"fed" if timing == "fed" else "drawn" for timing in heads.timings}
-        needed |= {"fed"} if heads.specdec else set()
-    if config.features is None:
-        if (Path(config.dir) / "manifest.json").is_file():
-            needed |= set(read_manifest(config.dir).get("features", ()))
-        features: tuple[Feature, ...] = ("fed", "drawn")
-        return replace(config, features=tuple(name for name in features if name in needed))
-    if lacking := sorted(needed - set(config.features)):
-        raise ValueError(
-            f"data.features is [{', '.join(config.features)}], but heads.timings [{', '.join(heads.timings)}] with "
-            f"heads.specdec: {str(heads.specdec).lower()} needs {lacking[0]} features; remove data.features to get "
-            "what the heads need, choose other heads, or heads.features: online, which needs none"
-        )
     return config
 
 
@@ -156,22 +133,18 @@ def _made_from(spec: ShardSpec, data: DataConfig) -> list[str]:
 
 def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> bool:
     """Whether the result of this stage or the whole shard is on disk."""
-    folders = ["rows", "labels", *(f"features/{timing}" for timing in data.feature_sets)]
-    if all(is_whole(shard_path(data.dir, folder, spec.split, spec.index)) for folder in folders):
+    if all(is_whole(shard_path(data.dir, folder, spec.split, spec.index)) for folder in ("rows", "labels")):
         return True
     return stage in ("respond", "draft") and is_whole(stage_path(spec, data, stage))
 
 
 def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: DataConfig) -> None:
-    """Write the hidden states, the labels and then the rows of a shard, so that rows on disk always have both; the
-    sidecar of the rows has the outcome of every prompt.
+    """Write the labels and then the rows of a shard, so that rows on disk always have labels; the sidecar of the rows
+    has the outcome of every prompt.
     """
     num_rows, path_in = len(answers.exchanges), partial(shard_path, data.dir, split=spec.split, index=spec.index)
     columns, layout = labelled.columns, labelled.layout or layout_of(answers.exchanges)
-    sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other hidden states than these
-    for timing in data.feature_sets:
-        content = safetensors.torch.save({"hidden": columns[timing].contiguous()})
-        write_shard(path_in(f"features/{timing}"), content, rows=num_rows, tokens=len(columns[timing]))
+    sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other labels than these
     content = rows.to_safetensors(columns, layout)
     write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
     of_rows, has_sets = labelled.of_rows or columns, len(sources_of(data)) > 1

@@ -18,7 +18,6 @@ from transformers import GenerationConfig
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
-from data_gen.labels.laws import mixed
 from data_gen.pipeline import stages
 from data_gen.pipeline.stages import Stage
 from data_gen.responses.exchange import (
@@ -50,7 +49,6 @@ from lm.pair import (
 )
 from lm.parallel import sliced_models
 from lm.rope import refuse_crossing
-from lm.sampling import REMEDY
 from store.shards import shard_path
 
 
@@ -146,7 +144,6 @@ class Worker:
         elif self._asks:
             self.source = self._target_in_process()
         common |= {"target": models.get("target"), "chunk_mb": data.chunk_mb}
-        common["feature_dtype"] = getattr(torch, data.feature_dtype)
         self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **common)
         self.chains: ChainLabeller | None = None
         if self._feature_draft is not None:
@@ -221,9 +218,6 @@ class Worker:
         if self.source is None:
             path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
             answers, columns = stages.answers_in(path), safetensors.torch.load_file(path)
-            if stage == "target" and (missing := [name for name in self.data.feature_sets if name not in columns]):
-                problem = f"{path} has no hidden states {', '.join(missing)}: an older version made it"
-                raise ValueError(f"{problem}; delete {path.parent} and run `acceptance-heads data` again")
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":
@@ -266,10 +260,10 @@ class Worker:
         data = self.data
         if self.chains is not None:
             uniform = uniforms(self._seed(spec, "draft"), layout_of(exchanges).num_tokens, data.draft_length)
-            return self.chains.label(exchanges, uniform, timings=data.feature_sets, progress=progress)
+            return self.chains.label(exchanges, uniform, progress=progress)
         if self.job.stage == "target":
             inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-            labelled = self.labeller.label(exchanges, inputs, with_hidden=False, progress=progress)
+            labelled = self.labeller.label(exchanges, inputs, progress=progress)
             labelled = labelled._replace(columns=columns | labelled.columns)
         else:
             states = [exchange.states for exchange in exchanges if exchange.states is not None]
@@ -281,26 +275,16 @@ class Worker:
     def label_and_mix(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
     ) -> Labelled:
-        """The labels of the loaded models, the coins `from_target`, and the requested hidden states `drawn` and `fed`.
-        Broken rows are labelled too, so that the random numbers, batches and bytes of all other rows do not change.
-        `known`: inputs of `Labeller.label` besides the uniforms.
+        """The labels of the loaded models, and the coins `from_target`. Broken rows are labelled too, so that the
+        random numbers, batches and bytes of all other rows do not change. `known`: inputs of `Labeller.label` besides
+        the uniforms.
         """
-        data, layout = self.data, layout_of(exchanges)
-        uniform = uniforms(self._seed(spec, "draft"), layout.num_tokens)
-        coins = uniforms(self._seed(spec, "mixing"), layout.num_tokens)
-        columns, broken, *_ = self.labeller.label(
-            exchanges, {"uniform": uniform, **known}, with_hidden="drawn" in data.feature_sets, progress=progress
-        )
-        columns["from_target"] = coins < data.mixing_ratio
-        if "fed" in data.feature_sets:
-            ids = torch.tensor([token for exchange in exchanges for token in exchange.response_ids], dtype=torch.int64)
-            mixed_ids = mixed(ids, columns["draft_ids"], columns["from_target"])
-            columns["fed"] = self.labeller.fed_hidden(exchanges, mixed_ids)
-        for timing in data.feature_sets:
-            infinite_rows = layout.rows_with(~columns[timing].isfinite().all(-1))
-            reason = f"the draft's {timing} hidden states are not finite in data.feature_dtype {data.feature_dtype}"
-            broken = dict.fromkeys(infinite_rows, f"{reason}; {REMEDY}") | broken
-        return Labelled(columns, broken)
+        num_tokens = layout_of(exchanges).num_tokens
+        uniform = uniforms(self._seed(spec, "draft"), num_tokens)
+        coins = uniforms(self._seed(spec, "mixing"), num_tokens)
+        labelled = self.labeller.label(exchanges, {"uniform": uniform, **known}, progress=progress)
+        labelled.columns["from_target"] = coins < self.data.mixing_ratio
+        return labelled
 
     def _seed(self, spec: ShardSpec, stage: str) -> int:
         return seed_of(self.data.seed, stage, spec.split, spec.index)

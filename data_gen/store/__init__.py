@@ -1,1 +1,1 @@
-"""What is on disk: shards, rows, features, the manifest, and the account of what failed."""
+"""What is on disk: shards, rows, labels, the manifest, and the account of what failed."""

@@ -118,6 +118,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers")
 _WRITERS = ("safetensors", "pyarrow")
 _UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
 _UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
+_OF_STATES = ("features", "feature_dtype")
+"""Entries of earlier versions, whose data had hidden states."""
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
 """Settings that the responses of a server depend on."""
 _COMMITS = ("target.commit", "draft.commit")
@@ -229,8 +231,9 @@ def refuse_different(
 ) -> None:
     """Raise ValueError for the first key in which a run's manifest differs from that of an existing directory."""
     in_run = json.loads(json.dumps(manifest))  # tuples become lists
-    # data of earlier versions has a number of token mixings per response, which is 1 now
-    if difference := next(_differences({"mixes": 1} | dict(on_disk), {"mixes": 1} | in_run), None):
+    # data of earlier versions has a number of token mixings per response, which is 1 now, and describes hidden states
+    earlier = {name: value for name, value in on_disk.items() if name not in _OF_STATES}
+    if difference := next(_differences({"mixes": 1} | earlier, {"mixes": 1} | in_run), None):
         raise ValueError(
             f"{Path(directory) / 'manifest.json'} differs in {difference}; choose another {setting}"
             f"{_REUSE if setting == 'data.dir' else ''}, or delete {directory} to start over"

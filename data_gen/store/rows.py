@@ -1,7 +1,7 @@
 """A shard on disk: rows for readers in Parquet, and labels for heads in safetensors.
 
-docs/files.md has the columns of rows/*.parquet, one row per response, and the tensors of labels/ and features/, which
-have every number exactly. Beyond it:
+docs/files.md has the columns of rows/*.parquet, one row per response, and the tensors of labels/, which have every
+number exactly. Beyond it:
 
 log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
 is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's. float16 moves an
@@ -9,9 +9,8 @@ acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.
 15 bits of mantissa, keep 2^-16, because their difference is a divergence near zero. `read_rows` returns float32. The
 sidecar lists the problems, the prompts without a row: ok + error + skipped = input.
 
-Tensors are float32, `token` int32, offsets and lengths int64. `drawn` states produced q_i, over prompt + X_<i; `fed`
-are those after prompt + Z_<=i was fed; is_drafted is true where Z_i came from Y. With a feature draft
-(`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
+Tensors are float32, `token` int32, offsets and lengths int64; is_drafted is true where Z_i came from Y. With a feature
+draft (`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
 """
 
 from bisect import bisect_right

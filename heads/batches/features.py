@@ -1,7 +1,7 @@
 """Training features: the drafted positions of some responses (law 4.6), flat: labels from `data_gen.store.rows`, and
-hidden states from disk, or from the frozen draft (`DraftFeatures`), up to the stored precision.
+hidden states from `heads.batches.states`, cached or computed for each batch.
 
-    hidden [tokens, hidden]      hidden state at the heads' timing, in the stored dtype
+    hidden [tokens, hidden]      hidden state at the heads' timing, in heads.state_dtype
     scalars {name: [tokens]}     the scalars that the sweep reads (`lm.signals`), and the labels of prefix
                                  and candidate heads
     acceptance_prob [tokens]     the label; `of_timing` replaces it for prefix and candidate heads
@@ -22,17 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from jaxtyping import Float, Int
-from lightning_utilities.core.apply_func import apply_to_collection
+from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from data_gen.labels.states import StateTiming, Text
 from data_gen.store.rows import read_rows
 from heads.model.inputs import SIGNALS
-from lm.forwards import hidden_states
 from lm.signals import POSITION, logit_of_log
 
 RATE = "acceptance_rate"
@@ -41,13 +38,13 @@ TARGET_PROB = "target_prob"
 """Label of candidate heads."""
 LABELS = {"fed": "acceptance_prob", "drawn": "acceptance_prob", "prefix": RATE, "candidate": TARGET_PROB}
 """Timing of a head -> its label."""
-FEATURE_SETS = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
-"""Timing of a head -> its feature set."""
+STATE_TIMINGS: dict[str, StateTiming] = {"fed": "fed", "drawn": "drawn", "prefix": "drawn", "candidate": "drawn"}
+"""Timing of a head -> that of the hidden states that it reads."""
 _PROBABILITIES = ("acceptance_prob", RATE, TARGET_PROB)
 
 
 class Features(NamedTuple):
-    """Drafted positions of some rows, of one feature set."""
+    """Drafted positions of some rows, at one timing of hidden states."""
 
     hidden: Float[Tensor, "tokens hidden"]
     scalars: dict[str, Float[Tensor, " tokens"]]
@@ -58,12 +55,12 @@ class Features(NamedTuple):
 
 
 Batch = dict[str, Features]
-"""Feature set -> features of the same responses."""
+"""Timing of hidden states -> features of the same responses."""
 
 
 def of_timing(batch: Batch, timing: str) -> Features:
     """The features of heads of this timing, with their label as acceptance_prob."""
-    features, label = batch[FEATURE_SETS[timing]], LABELS[timing]
+    features, label = batch[STATE_TIMINGS[timing]], LABELS[timing]
     return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
 
 
@@ -76,10 +73,9 @@ class Row(NamedTuple):
     """The drafted positions."""
     row_lengths: Int[Tensor, " rows"]
     hidden: Float[Tensor, "position hidden"] | None = None
-    """The hidden states of every position, still in the mapped file; None if they come from the draft."""
-    prompt_ids: Sequence[int] = ()
-    response_ids: Sequence[int] = ()
-    """Only if the hidden states come from the draft."""
+    """The hidden states of every position, still in the mapped file; None if they are computed for each batch."""
+    text: Text | None = None
+    """What the hidden states are computed from."""
 
     def without_tokens(self) -> "Row":
         """No position of this row."""
@@ -87,70 +83,112 @@ class Row(NamedTuple):
         return self._replace(numbers=numbers, drafted=self.drafted[:0], row_lengths=self.row_lengths[:0])
 
 
+class LabelBlock(NamedTuple):
+    """The labels of some consecutive responses of a shard."""
+
+    numbers: dict[str, Tensor]
+    """The token and some columns, [tokens]."""
+    is_drafted: Bool[Tensor, " tokens"]
+    bounds: list[tuple[int, int]]
+    """Where the tokens of each response start and end in these columns."""
+    draft_lengths: list[Int[Tensor, " drafts"]]
+    """Of each response: tokens of its drafts; one draft, unless the draft is a feature draft."""
+    first: int
+    """Where these columns begin in those of the shard."""
+
+    @classmethod
+    def read(cls, path: Path, columns: Sequence[str], start: int, stop: int) -> "LabelBlock":
+        """The responses start … stop - 1; ValueError if the file lacks a tensor.
+
+        Worked example: row_offsets (0, 5, 9) and draft_lengths (2, 3, 4) are two responses with drafts (2, 3) and (4).
+        """
+        names = ("token", *columns)
+        with _opened(path, "row_offsets", "is_drafted", *names) as file:
+            every = file.get_tensor("row_offsets")
+            offsets = every[start : stop + 1]
+            first = int(offsets[0])
+            last = int(offsets[-1])
+            numbers = {name: _column(file, name, first, last) for name in names}
+            is_drafted = file.get_slice("is_drafted")[first:last]
+            has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
+            lengths = file.get_tensor("draft_lengths") if has_drafts else every.diff()
+        ends = lengths.cumsum(0)
+        # the drafts of a response are those that end within it
+        cuts = torch.searchsorted(ends, offsets, right=True).tolist()
+        draft_lengths = [lengths[a:b] for a, b in pairwise(cuts)]
+        return cls(numbers, is_drafted, list(pairwise((offsets - first).tolist())), draft_lengths, first)
+
+    def drafted(self, response: int, timing: str) -> Int[Tensor, " tokens"]:
+        """The positions of a response that heads of this timing are trained on."""
+        begin, end = self.bounds[response]
+        if timing == "fed":
+            return self.is_drafted[begin:end].nonzero().squeeze(-1)
+        return torch.arange(end - begin)
+
+    def texts(self, rows: pa.Table) -> list[Text]:
+        """What the hidden states of the responses are computed from; `rows`: their rows."""
+        texts = []
+        records = zip(rows.to_pylist(), self.bounds, self.draft_lengths, strict=True)
+        for record, (begin, end), draft_lengths in records:
+            labels = self.numbers["token"][begin:end], self.is_drafted[begin:end]
+            texts.append(Text(record["prompt_ids"], record["response_ids"], *labels, draft_lengths))
+        return texts
+
+
 @dataclass(frozen=True)
 class FeatureShard:
     """The labels and hidden states of one shard, in mapped files that passed `check_sums` and `check_numbers`."""
 
     labels: Path
-    states: Mapping[str, Path | None]
-    """Feature set -> the file of its hidden states; None: the draft computes them from `texts`."""
+    rows: Path
+    states: Mapping[StateTiming, Path | None]
+    """Timing of hidden states -> their file; None: they are computed for each batch, from texts."""
     columns: Sequence[str]
     """The numbers to read beside the token and acceptance_prob."""
     draft_starts: tuple[int, int] | None = None
     """(response index of a feature draft's first draft, distance to the next), else (0, 1); None: no `POSITION`."""
-    texts: Path | None = None
-    """The file of prompts and responses, for the draft to read."""
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens that are read of each response: with its prompt, if the draft reads them."""
-        if self.texts is None:
-            return self.row_lengths
-        return pc.add(*map(pc.list_value_length, _texts(self.texts).columns)).to_pylist()  # type: ignore[no-any-return]
-
-    @cached_property
-    def row_lengths(self) -> list[int]:
         """Number of tokens in each response."""
         with _opened(self.labels, "row_offsets") as file:
             return file.get_tensor("row_offsets").diff().tolist()  # type: ignore[no-any-return]
 
-    def read(self, start: int, stop: int) -> dict[str, list[Row]]:
-        """Feature set -> the rows of the responses start … stop - 1; ValueError if a file lacks a tensor."""
-        names = ("acceptance_prob", "token", *self.columns)
-        with _opened(self.labels, "row_offsets", "is_drafted", *names) as file:
-            every = file.get_tensor("row_offsets")
-            offsets = every[start : stop + 1]
-            first, last = int(offsets[0]), int(offsets[-1])
-            numbers = {name: _column(file, name, first, last) for name in names}
-            is_drafted = file.get_slice("is_drafted")[first:last]
-            has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
-            ends = file.get_tensor("draft_lengths").cumsum(0) if has_drafts else every[1:]
-        bounds = list(pairwise((offsets - first).tolist()))
-        # a response has the drafts of a feature draft that end within it; other drafts are whole responses
-        lengths = [ends[(ends > a) & (ends <= b)].diff(prepend=a.view(1)) for a, b in pairwise(offsets)]
-        texts = _texts(self.texts).slice(start, stop - start).to_pylist() if self.texts else [{}] * len(bounds)
+    def texts(self, start: int, stop: int) -> list[Text]:
+        """What the hidden states of the responses start … stop - 1 are computed from."""
+        return LabelBlock.read(self.labels, (), start, stop).texts(_texts(self.rows).slice(start, stop - start))
 
-        def row_of(timing: str, hidden: Tensor | None, response: int) -> Row:
-            begin, end = bounds[response]
-            drafted = torch.arange(end - begin)
-            if timing == "fed":
-                drafted = is_drafted[begin:end].nonzero().squeeze(-1)
-            of_drafted = {name: values[begin:end][drafted] for name, values in numbers.items()}
-            if self.draft_starts is not None:
-                index = _response_index(lengths[response], *self.draft_starts)
-                of_drafted[POSITION] = index[drafted].float().log1p()
-            row_lengths = lengths[response] if len(drafted) == end - begin else torch.tensor([len(drafted)])
-            states = None if hidden is None else hidden[begin:end]
-            return Row(of_drafted, drafted, row_lengths, states, **texts[response])
-
+    def read(self, start: int, stop: int, *, has_states: bool = True) -> dict[StateTiming, list[Row]]:
+        """Timing of hidden states -> the rows of the responses start … stop - 1, with states or what they are computed
+        from, or without (`has_states`); ValueError if a file lacks a tensor.
+        """
+        block = LabelBlock.read(self.labels, ("acceptance_prob", *self.columns), start, stop)
+        texts: Sequence[Text | None] = [None] * len(block.bounds)
+        if has_states and None in self.states.values():
+            texts = block.texts(_texts(self.rows).slice(start, stop - start))
         result = {}
         for timing, path in self.states.items():
-            hidden = None
-            if path is not None:
+            rows = [self._row(block, response, timing)._replace(text=text) for response, text in enumerate(texts)]
+            if has_states and path is not None:
                 with _opened(path, "hidden") as file:
-                    hidden = file.get_slice("hidden")[first:last]
-            result[timing] = [row_of(timing, hidden, response) for response in range(len(bounds))]
+                    hidden = file.get_slice("hidden")[block.first : block.first + len(block.is_drafted)]
+                bounds = zip(rows, block.bounds, strict=True)
+                rows = [row._replace(hidden=hidden[begin:end]) for row, (begin, end) in bounds]
+            result[timing] = rows
         return result
+
+    def _row(self, block: LabelBlock, response: int, timing: StateTiming) -> Row:
+        """The labels of one response at the positions that heads of this timing are trained on."""
+        begin, end = block.bounds[response]
+        drafted = block.drafted(response, timing)
+        numbers = {name: values[begin:end][drafted] for name, values in block.numbers.items()}
+        row_lengths = block.draft_lengths[response]
+        if self.draft_starts is not None:
+            index = _response_index(row_lengths, *self.draft_starts)
+            numbers[POSITION] = index[drafted].float().log1p()
+        if len(drafted) != end - begin:
+            row_lengths = torch.tensor([len(drafted)])
+        return Row(numbers, drafted, row_lengths)
 
 
 @lru_cache(16)
@@ -167,8 +205,10 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
     names = ("acceptance_prob", *columns) if path.parent.name == "labels" else ("hidden",)
     with _opened(path, *names) as file:
         if names == ("hidden",) and (stored := file.get_slice("hidden").get_shape()[-1]) != width:
-            problem = f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}"
-            raise ValueError(f"{problem}; they come from another draft: delete the features and make them again")
+            raise ValueError(
+                f"{path} has hidden states of width {stored}, but the draft of manifest.json has {width}; delete "
+                f"{path.parent}, which training makes again"
+            )
         for name in names:
             values = _column(file, name)
             # aminmax returns NaN if there is one; it needs one pass, while isfinite writes a flag per number
@@ -176,7 +216,7 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
             if not _allowed(name, extremes).all():
                 position = int((~_allowed(name, values)).reshape(len(values), -1).any(-1).nonzero()[0])
                 kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-                remedy = "check the models, delete the shard and run `acceptance-heads data` again"
+                remedy = "check the models, and delete the shard to make it again"
                 raise ValueError(f"{path}: {name} of token {position} is {kind}; {remedy}")
 
 
@@ -234,7 +274,7 @@ def _allowed(name: str, values: Tensor) -> Tensor:
 
 
 def gathered(rows: Sequence[Row]) -> Features:
-    """The drafted positions of rows, concatenated; hidden states are copied once, from the file."""
+    """The drafted positions of rows, concatenated; hidden states are copied once, from the mapped file."""
     lengths, stored = [len(row.drafted) for row in rows], [row.hidden for row in rows if row.hidden is not None]
     is_pinned = torch.cuda.is_available()
     hidden = torch.empty(sum(lengths), stored[0].shape[1], dtype=stored[0].dtype, pin_memory=is_pinned)
@@ -249,32 +289,3 @@ def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> 
     probs, tokens = numbers.pop("acceptance_prob"), numbers.pop("token").long()
     row_lengths = torch.cat([row.row_lengths for row in rows])
     return Features(hidden, numbers, probs, tokens, row_lengths, torch.tensor([len(row.drafted) for row in rows]))
-
-
-class DraftFeatures:
-    """Computes the features of responses with the frozen draft, once for all heads; labels come from disk."""
-
-    def __init__(self, draft: PreTrainedModel) -> None:
-        self.draft = draft.eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def __call__(self, rows: Mapping[str, Sequence[Row]], device: torch.device) -> Batch:
-        """The features of some rows by timing, on `device`; moves the draft there."""
-        self.draft.to(device)
-        batch = {timing: self._features(of_timing, is_fed=timing == "fed") for timing, of_timing in rows.items()}
-        return apply_to_collection(batch, Tensor, Tensor.to, device)  # type: ignore[no-any-return]
-
-    def _features(self, rows: Sequence[Row], *, is_fed: bool) -> Features:
-        # a fed-time state is that at the token itself; a drawn-time state is that of the position before
-        read = [_mixed(row) if is_fed else row.response_ids[:-1] for row in rows]
-        sequences = [[*row.prompt_ids, *ids] for row, ids in zip(rows, read, strict=True)]
-        states = hidden_states(self.draft, sequences, [len(row.prompt_ids) - (not is_fed) for row in rows])
-        parts = zip(states.split([len(row.response_ids) for row in rows]), rows, strict=True)
-        return with_states(rows, torch.cat([part[row.drafted.to(part.device)] for part, row in parts]))
-
-
-def _mixed(row: Row) -> list[int]:
-    """The mixed sequence Z: the draft's tokens at the drafted positions."""
-    ids = torch.tensor(row.response_ids, device=row.drafted.device)
-    ids[row.drafted] = row.numbers["token"].long()
-    return ids.tolist()  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from data_gen.labels.states import StateTiming
 from heads.batches.features import Batch, FeatureShard, Row, gathered
 
 BLOCK_SIZE = 16
@@ -80,27 +81,31 @@ def batches(
         yield batch[rank * part : (rank + 1) * part]
 
 
-def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | dict[str, list[Row]]]:
+Rows = dict[StateTiming, list[Row]]
+"""Timing of hidden states -> some rows."""
+
+
+def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | Rows]:
     """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU; or
-    their rows, if the draft computes the hidden states. Labels are read by block and cached.
+    their rows, if hidden states are computed for each batch. Labels are read by block and cached.
     """
 
     @lru_cache(_CACHED_BLOCKS)
-    def block_rows(shard: int, block: int) -> dict[str, list[Row]]:
+    def block_rows(shard: int, block: int) -> Rows:
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
-    def row_of(item: Item, timing: str) -> Row:
+    def row_of(item: Item, timing: StateTiming) -> Row:
         shard, (block, offset) = item[0], divmod(item[1], BLOCK_SIZE)
         return block_rows(shard, block)[timing][offset]
 
-    def read(items: Sequence[Item]) -> Batch | dict[str, list[Row]]:
+    def read(items: Sequence[Item]) -> Batch | Rows:
         rows = {timing: [row_of(item, timing) for item in items] for timing in shards[0].states}
         if not items:  # a row without tokens has the shapes and dtypes of the others
-            first = next((number, 0) for number, shard in enumerate(shards) if shard.row_lengths)
+            first = next((number, 0) for number, shard in enumerate(shards) if shard.lengths)
             rows = {timing: [row_of(first, timing).without_tokens()] for timing in rows}
-        if shards[0].texts:
+        if None in shards[0].states.values():
             return rows
-        batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
+        batch: Batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
         if not torch.cuda.is_available():
             return batch
         return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
@@ -119,6 +124,7 @@ class BatchLoader:
         batch_size: int,
         seed: int | None,
         process: tuple[int, int] = (0, 1),
+        finish: Callable[[Any], Any] = lambda batch: batch,
         is_included: Callable[[Item], bool] = lambda item: True,
     ) -> None:
         """Args:
@@ -127,9 +133,11 @@ class BatchLoader:
         batch_size: responses per batch, summed over processes.
         seed: seed of the order; None: stored order in every epoch.
         process: its rank, and the number of processes.
+        finish: applied to each batch when it is taken, in the consumer's thread.
         is_included: filter of responses, only without a seed.
         """
         self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
+        self.finish = finish
         self.process, self.items = process, list(filter(is_included, in_order(lengths)))
         self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
         self.epoch, self._taken = 0, 0
@@ -158,7 +166,7 @@ class BatchLoader:
         parts = batches(order, self.batch_size, rank=rank, world_size=world_size, first=self._taken)
         for batch in read_ahead(self.read, parts, READ_AHEAD):
             self._taken += 1  # before the yield, since a checkpoint is written while the consumer has the batch
-            yield batch
+            yield self.finish(batch)
 
 
 def read_ahead(read: Callable[[Any], Any], source: Iterator[Any], depth: int) -> Iterator[Any]:

@@ -1,11 +1,11 @@
-"""The LightningDataModule: train, dev and test batches of labels, with hidden states or for the draft to add them."""
+"""The LightningDataModule: train, dev and test batches of labels and hidden states."""
 
 import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -16,11 +16,12 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
+from data_gen.pipeline.share import Share
 from data_gen.store.manifest import describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import (
-    FEATURE_SETS,
     LABELS,
+    STATE_TIMINGS,
     Batch,
     FeatureShard,
     check_numbers,
@@ -28,6 +29,7 @@ from heads.batches.features import (
     with_states,
 )
 from heads.batches.loader import BatchLoader, block_reader
+from heads.batches.states import States
 from heads.grid import grid, scalar_names
 from lm.features.released import released_layout_of, without_mtp
 from lm.signals import POSITION
@@ -38,7 +40,7 @@ class FeatureData(pl.LightningDataModule):
     """Batches of `heads.batch_size` responses from data.dir, shared by all processes.
 
     Attributes:
-        timings: feature sets that the sweep reads.
+        timings: those of the hidden states that the sweep reads.
         scalars: scalars that the sweep reads.
         columns: `scalars` that data stores, and the labels of prefix and candidate heads if there are any.
         hidden_size: width of the draft's hidden states.
@@ -52,13 +54,14 @@ class FeatureData(pl.LightningDataModule):
         super().__init__()
         self.data, self.heads, self._draft, shapes = data, heads, pair.draft, grid(heads)
         timings = dict.fromkeys(shape.timing for shape in shapes)
-        self.timings = tuple(dict.fromkeys(FEATURE_SETS[timing] for timing in timings))
+        self.timings = tuple(dict.fromkeys(STATE_TIMINGS[timing] for timing in timings))
         self.scalars = scalar_names(shapes)
         stored = (name for name in self.scalars if name != POSITION)
         self.columns = (*stored, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
-        self.is_online = heads.features == "online"
-        _check_manifest(self.manifest, data, pair=pair, features=() if self.is_online else self.timings)
+        self._states = States(pair=pair, data=data, heads=heads, manifest=self.manifest)
+        self._is_ready = False
+        _check_manifest(self.manifest, data, pair=pair)
         self.hidden_size = int(self.manifest["draft"]["hidden_size"])
         splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
         paths = {split: self._paths(split) for split in splits}
@@ -75,6 +78,20 @@ class FeatureData(pl.LightningDataModule):
                     file=sys.stderr,
                 )
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Fill the cache of hidden states, or load the draft that computes them; Lightning calls this in every process,
+        which computes its share of the shards. Other callers call it before they read batches.
+        """
+        if self._is_ready:
+            return
+        share = Share(0, 1)
+        if self.trainer:
+            self._states = self._states.on(self.trainer.strategy.root_device)
+            share = Share(self.trainer.global_rank, self.trainer.world_size, launcher="Lightning")
+        if not self._states.is_online:
+            self._states.fill([shard for of_split in self._shards.values() for shard in of_split], share)
+        self._is_ready = True
 
     def train_dataloader(self) -> BatchLoader:
         return self.loader("train", seed=self.heads.seed)
@@ -102,6 +119,8 @@ class FeatureData(pl.LightningDataModule):
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
         settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed}
+        if self._states.is_online:
+            settings["finish"] = self._states.of_rows
         if self.trainer:
             settings["process"] = self.trainer.global_rank, self.trainer.world_size
         if only:
@@ -112,14 +131,14 @@ class FeatureData(pl.LightningDataModule):
         """The responses of the first training shard that has drafted tokens, and of empty ones before it."""
         num_rows = 0
         for shard in self._shards["train"]:
-            num_rows += len(shard.row_lengths)
-            if any(shard.row_lengths):
+            num_rows += len(shard.lengths)
+            if any(shard.lengths):
                 break
         return self.loader("train", num=min(num_rows, self.num_responses("train")))
 
     def first_tokens(self, limit: int) -> BatchLoader:
         """The first training responses, of at most `limit` tokens; at least one response with tokens."""
-        lengths = [length for shard in self._shards["train"] for length in shard.row_lengths]
+        lengths = [length for shard in self._shards["train"] for length in shard.lengths]
         num_rows = 0
         for num_tokens in accumulate(lengths[: self.num_responses("train")]):
             if num_rows and num_tokens > limit:
@@ -137,9 +156,8 @@ class FeatureData(pl.LightningDataModule):
         sizes = [len(of_shard) for of_shard in (lengths if limit is None else _first(lengths, limit))]
         share = min(1.0, num / max(1, sum(sizes)))
         for shard, size in zip(shards, sizes, strict=False):
-            stateless = replace(shard, states=dict.fromkeys(shard.states), texts=None)
             batch: Batch = {}
-            for timing, rows in stateless.read(0, math.ceil(share * size)).items():
+            for timing, rows in shard.read(0, math.ceil(share * size), has_states=False).items():
                 if rows:
                     num_tokens = sum(len(row.drafted) for row in rows)
                     batch[timing] = with_states(rows, torch.empty(num_tokens, 0))
@@ -157,13 +175,10 @@ class FeatureData(pl.LightningDataModule):
         return {name: [read_rows(path, ("set",))["set"].to_pylist() for path in each] for name, each in paths.items()}
 
     def _paths(self, split: str) -> list[dict[str, Path]]:
-        """The files of each shard of a split, by folder: labels, hidden states unless the draft computes them, and rows
-        if they are read. Of train, only the shards with the first heads.num_train responses.
+        """The labels and rows of each shard of a split, by folder. Of train, only the shards with the first
+        heads.num_train responses.
         """
-        has_sets = split != "train" and isinstance(self.manifest["prompts"], list)
-        states = [] if self.is_online else [f"features/{timing}" for timing in self.timings]
-        folders = ["labels", *states, *(["rows"] if has_sets or self.is_online else [])]
-        paths = {folder: list_shards(self.data.dir, split, folder) for folder in folders}
+        paths = {folder: list_shards(self.data.dir, split, folder) for folder in ("labels", "rows")}
         counts = {folder: len(of_folder) for folder, of_folder in paths.items()}
         if len(set(counts.values())) > 1:
             remedy = "run `acceptance-heads data` with this config to finish the data"
@@ -177,10 +192,9 @@ class FeatureData(pl.LightningDataModule):
     def _open(self, split: str, paths: Sequence[dict[str, Path]]) -> list[FeatureShard]:
         shards, starts = [], self._draft_starts()
         for of_shard in paths:
-            states = {timing: of_shard.get(f"features/{timing}") for timing in self.timings}
-            texts = of_shard["rows"] if self.is_online else None
-            shards.append(FeatureShard(of_shard["labels"], states, self.columns, starts, texts))
-        if not any(map(sum, (shard.row_lengths for shard in shards))):
+            states = {timing: self._states.path(of_shard["labels"], timing) for timing in self.timings}
+            shards.append(FeatureShard(of_shard["labels"], of_shard["rows"], states, self.columns, starts))
+        if not any(map(sum, (shard.lengths for shard in shards))):
             remedy = f"raise data.num_{split} and make the data again"
             raise ValueError(f"{split} features of {self.data.dir} have no tokens; {remedy}")
         return shards
@@ -213,20 +227,13 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
     return [shard[: count - start] for shard, start in zip(lengths, starts, strict=False) if start < count]
 
 
-def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig, features: Sequence[str]) -> None:
-    """Raise ValueError unless the data was made with the models and the sampling of this pair, and with `features`.
+def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
+    """Raise ValueError unless the data was made with the models and the sampling of this pair.
 
-    Training on cached features needs no model. If a model is not on this machine, only the name of its directory is
+    Training on cached states needs no model. If a model is not on this machine, only the name of its directory is
     compared, with a warning.
     """
     refuse_older(manifest, data.dir)
-    available = manifest.get("features", features)
-    if missing := [name for name in features if name not in available]:
-        raise ValueError(
-            f"{data.dir} was made with {' and '.join(available) or 'no'} features, but heads.timings and "
-            f"heads.specdec need {missing[0]} features; change them, or make the data in another data.dir without "
-            "data.features (`acceptance-heads responses` keeps the responses)"
-        )
     compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared["mixing_ratio"] = manifest.get("mixing_ratio"), data.mixing_ratio
     for name, source in (("target", pair.target), ("draft", pair.draft)):

@@ -32,7 +32,7 @@ def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tupl
     fitted = {}
     for timing, histogram in sums.items():
         if not float(histogram.total):
-            raise ValueError(f"train features of {data.data.dir} have no drafted tokens; raise data.num_train")
+            raise ValueError(f"train labels of {data.data.dir} have no drafted tokens; raise data.num_train")
         slope, offset = fit_logistic(histogram)
         fitted[timing] = (float(slope), float(offset))
     return fitted

@@ -24,7 +24,6 @@ from configs.hints import say_next
 from configs.load import load_config
 from configs.schema import Config, PairConfig
 from data_gen.store.manifest import read_manifest, refuse_older
-from heads.batches.features import DraftFeatures
 from heads.batches.module import FeatureData, is_first_process
 from heads.grid import grid
 from heads.measures.own_signal import fit_own_signals
@@ -34,7 +33,7 @@ from heads.model.published import license_of
 from heads.training.directory import RunDirectory, versions
 from heads.training.sweep import Sweep
 from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
-from lm import FeatureDraft, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
+from lm import FeatureDraft, load_model, load_pair
 from lm.features.released import released_layout_of
 from store.shards import list_shards, read_sidecar, write_atomic
 
@@ -56,7 +55,7 @@ def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, 
         trainer = make_trainer(config)
         name, checkpoint = directory.prepare(config, resume=resume, processes=trainer.world_size)
         pl.seed_everything(config.heads.seed, verbose=False)
-        sweep, data = build(config, run=name, device=trainer.strategy.root_device)
+        sweep, data = build(config, run=name)
         try:
             trainer.fit(sweep, datamodule=data, ckpt_path=checkpoint, weights_only=True)
             trainer.test(sweep, datamodule=data, verbose=False)
@@ -100,18 +99,11 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
     return min(max(math.ceil(_STEPS * batch_size / max(1, num_responses)), _EPOCHS[0]), _EPOCHS[1])
 
 
-def build(config: Config, *, run: str | None = None, device: torch.device = _CPU) -> tuple[Sweep, FeatureData]:
-    """The LightningModule and the data module of a config, for the run of this name and steps on this device."""
+def build(config: Config, *, run: str | None = None) -> tuple[Sweep, FeatureData]:
+    """The LightningModule and the data module of a config, for the run of this name."""
     config = settled(config)
-    draft = embedding = None
-    if config.heads.features == "online" and released_layout_of(config.pair.draft):
-        problem = "heads.features is online, but a feature draft needs the target's states"
-        raise ValueError(f"{problem}; set heads.features to cached")
+    embedding = None
     data = FeatureData(config.data, config.heads, pair=config.pair)
-    if data.is_online:
-        model = load_model(config.pair.draft, device=device)
-        check_width(model, vocab_size_of(load_pair_tokenizer(config.pair), model_config(config.pair.target)), "draft")
-        draft = DraftFeatures(model)
     timings = dict.fromkeys(shape.timing for shape in grid(config.heads))
     facts = {
         "run": run,
@@ -122,7 +114,7 @@ def build(config: Config, *, run: str | None = None, device: torch.device = _CPU
     if any(shape.inputs.embedding for shape in grid(config.heads)):
         embedding = _input_embedding(config.pair, data.hidden_size)
     allows_tf32 = config.trainer.get("precision") is None
-    return Sweep(asdict(config.heads), facts, draft=draft, embedding=embedding, allows_tf32=allows_tf32), data
+    return Sweep(asdict(config.heads), facts, embedding=embedding, allows_tf32=allows_tf32), data
 
 
 def report(sweep: Sweep, directory: RunDirectory) -> None:

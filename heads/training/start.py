@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heads.batches.features import FEATURE_SETS, Batch, of_timing
+from heads.batches.features import STATE_TIMINGS, Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.measures.histogram import Sums, observe
@@ -109,7 +109,7 @@ class Start:
         for stack in self.stacks:
             scaling = scalings[_columns_of(stack)]
             if scaling.mean.isnan().any():
-                problem = f"train features of {self._data.data.dir} have no drafted tokens"
+                problem = f"train labels of {self._data.data.dir} have no drafted tokens"
                 raise ValueError(f"{problem}; raise data.num_train")
             stack.standardise(scaling.at(slice(stack.hidden_size)), scaling.at(slice(stack.hidden_size, None)))
 
@@ -193,4 +193,4 @@ class Start:
 
 def _columns_of(stack: HeadStack) -> tuple[str, Inputs]:
     """What decides means and deviations."""
-    return FEATURE_SETS[stack.shape.timing], stack.shape.inputs
+    return STATE_TIMINGS[stack.shape.timing], stack.shape.inputs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
-from heads.batches.features import Batch, DraftFeatures, of_timing
+from heads.batches.features import Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs, stacks
@@ -54,7 +54,6 @@ class Sweep(pl.LightningModule):
         heads: dict[str, Any],
         facts: dict[str, Any],
         *,
-        draft: DraftFeatures | None = None,
         embedding: Tensor | None = None,
         allows_tf32: bool = False,
     ) -> None:
@@ -62,7 +61,6 @@ class Sweep(pl.LightningModule):
         heads: the `heads` section of the config.
         facts: run (name), hidden_size, provenance (what heads share), signals {timing: [slope, offset]} of the draft's
             own signal (`heads.measures.own_signal`).
-        draft: computes online features with the frozen draft.
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         allows_tf32: whether products of training steps may run in TF32 on a GPU; all else is float32.
         """
@@ -90,7 +88,6 @@ class Sweep(pl.LightningModule):
         self.history: list[dict[str, Any]] = []
         self.results: dict[str, Any] = {}
         self.stopped_in: str | None = None
-        self._draft = draft
         self._allows_tf32 = allows_tf32
         # no buffer: DDP would broadcast it before each step
         self._embedding = [] if embedding is None else [embedding]
@@ -140,16 +137,12 @@ class Sweep(pl.LightningModule):
         self.is_started.fill_(True)
 
     def _batches(self, loader: BatchLoader) -> Iterator[Batch]:
-        """The batches of a loader on this device, with features."""
+        """The batches of a loader on this device."""
         return (self.trainer.strategy.batch_to_device(batch, self.device) for batch in loader)
 
     def _sum(self, tensor: Tensor) -> Tensor:
         """The sum over processes."""
         return self.trainer.strategy.reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Batch:
-        """The features of a batch, which the frozen draft computes if they are online."""
-        return batch if self._draft is None else self._draft(batch, self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if not self.trained:  # every head has its optimum; Lightning needs a loss and a step all the same

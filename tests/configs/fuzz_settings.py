@@ -27,7 +27,7 @@ from configs.front import COMMANDS, TRAINING
 from configs.schema import Config
 from data_gen.pipeline import memory
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.stages import settled, with_features
+from data_gen.pipeline.stages import settled
 from data_gen.prompts.sets import set_of, sources_of
 from decode.experiment import Experiment
 from evaluation.costs.init import plan
@@ -326,7 +326,7 @@ def refuse_early(config: Config) -> None:
         if source.path != "stories":
             set_of(source)
     if all(source.path == "stories" for source in config.data.prompt_sources):
-        with_features(settled(config.data), config.heads)
+        settled(config.data)
     if not config.decode.as_recorded:
         Experiment(config)
 

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
+from configs.schema import Config, DataConfig, ModelSource, PairConfig
+from data_gen.labels.states import StateTiming
 from data_gen.pipeline.command import make
+from data_gen.pipeline.share import Share
+from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import POSITION_COLUMNS, read_rows
+from heads.batches.features import FeatureShard
+from heads.batches.states import States
 from store.shards import list_shards
 
 
@@ -22,8 +27,7 @@ def toy_of(pair: Path, prompts: Path, directory: Path) -> Config:
     sizes = {"num_train": 8, "num_dev": 0, "num_test": 4, "max_prompt_tokens": 60, "max_new_tokens": 10}
     sizes |= {"split_weights": (2, 0, 1), "rows_per_shard": 3, "batch_size": 2}
     data = DataConfig(dir=str(directory), prompts=str(prompts), **sizes)
-    heads = HeadsConfig(specdec=True)  # so that data has both sets of features
-    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data, heads=heads)
+    return Config(pair=PairConfig(target=target, draft=draft, num_threads=1), data=data)
 
 
 def with_data(config: Config, **changes: Any) -> Config:
@@ -58,6 +62,21 @@ def assert_as_at_once(config: Config) -> None:
     whole = with_data(config, dir=config.data.dir + "-whole")
     make(whole)
     assert files_of(config.data.dir) == files_of(whole.data.dir)
+
+
+def hidden_states_of(config: Config, split: str, timing: StateTiming) -> list[torch.Tensor]:
+    """The states of each shard of a split, which its cache is filled with."""
+    heads = replace(config.heads, timings=(timing,), specdec=False)
+    manifest = read_manifest(config.data.dir)
+    states = States(pair=config.pair, data=config.data, heads=heads, manifest=manifest)
+    shards = [
+        FeatureShard(labels, rows, {timing: states.path(labels, timing)}, ())
+        for rows, labels in zip(
+            list_shards(config.data.dir, split), list_shards(config.data.dir, split, "labels"), strict=True
+        )
+    ]
+    states.fill(shards, Share(0, 1))
+    return [load_file(states.folder(timing) / shard.labels.name)["hidden"] for shard in shards]
 
 
 def rows_of(config: Config, split: str = "train") -> list[dict[str, Any]]:

@@ -152,18 +152,19 @@ def test_a_loaded_model_in_place_of_a_path_is_refused_in_one_line(models):
         PairConfig(target=ModelSource(path=models["target"]), draft=ModelSource(path="a"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("settings", "timing"), [({}, "drawn"), ({"features": ("fed",)}, "fed")])
-def test_heads_of_a_directory_follow_from_its_hidden_states_and_its_yaml_serves_every_call(settings, timing, tmp_path):
+@pytest.mark.parametrize(("settings", "timing"), [({}, "drawn"), ({"timings": ("fed",)}, "fed")])
+def test_heads_of_a_directory_have_any_timing_and_its_yaml_serves_every_call(settings, timing, tmp_path):
     """The defaults of `train_heads`, on a directory as `make_data` wrote it."""
     prompts = [f"Ana has {n} shells and finds {more} more. How many?" for n in range(2, 8) for more in range(2, 6)]
     root = tmp_path / "mine"
-    config = make_data(prompts, dir=str(root), max_new_tokens=24, **MODELS, **settings)
-    head = train_heads(str(root), depths=(0,), embeddings=(False,), max_epochs=2, force=True)
+    config = make_data(prompts, dir=str(root), max_new_tokens=24, **MODELS)
+    settings |= {"depths": (0,), "force": True}
+    head = train_heads(str(root), embeddings=(False,), max_epochs=2, **settings)
     assert (head.timing, [path.parent.parent for path in root.rglob("config.json")]) == (
         timing,
         [root / "heads/exported"],
     )
-    assert train_heads(root / "data", dir=tmp_path / "b", depths=(0,), max_epochs=1, force=True).timing == timing
+    assert train_heads(root / "data", dir=tmp_path / "b", max_epochs=1, **settings).timing == timing
     assert replace(load_config(root / "experiment.yaml"), arguments=()) == config
     first, second = (complete(of, "Ana has 3 shells.", max_new_tokens=8) for of in (config, root / "experiment.yaml"))
     assert first == second

@@ -229,8 +229,8 @@ def test_logits_cross_to_another_device_only_to_meet_those_of_the_draft(is_with_
     settings = {"sampling": Sampling(), "vocab_size": 20, "batch_size": 2, "chunk_mb": 1}
 
     def labelled(models):
-        labeller = Labeller(**models, **settings, feature_dtype=torch.float32)
-        return labeller.label(exchanges, known, with_hidden=False, progress=lambda count: None).columns
+        labeller = Labeller(**models, **settings)
+        return labeller.label(exchanges, known, progress=lambda count: None).columns
 
     def models():
         return {"target": model_of(0), "draft": model_of(1) if is_with_draft else None}

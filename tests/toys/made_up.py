@@ -1,4 +1,4 @@
-"""Features and rows of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads learn."""
+"""Data of a made-up pair: acceptance depends on the hidden state and on log q(y), so that heads learn."""
 
 import json
 import os
@@ -14,13 +14,15 @@ from safetensors.torch import save
 
 from configs.command import run
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
+from data_gen.responses.exchange import Exchange
+from data_gen.store.rows import to_parquet
 from heads.batches.module import FeatureData
 from heads.training.command import train
 from lm.signals import logit_of_log
-from store.shards import shard_path, write_shard
+from store.shards import read_sidecar, shard_path, sidecar_path, write_shard
 
 HIDDEN = 16
-SETTLED = {"split_weights": (40, 10, 2), "features": ("fed", "drawn")}
+SETTLED = {"split_weights": (40, 10, 2)}
 """What training settles of the data, so that a directory may be prepared without it."""
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train"}
@@ -31,8 +33,8 @@ SLURM |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 def write_features(
     directory: Path, split: str, index: int, *, num_rows: int, seed: int, is_exact: bool = False
 ) -> None:
-    """Labels and states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and noise. An
-    exact draft equals its target.
+    """Rows, labels and cached states of one shard, responses of 5 to 24 tokens; fed-time states are drawn-time ones and
+    noise. An exact draft equals its target.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (num_rows,), generator=generator)
@@ -59,9 +61,23 @@ def write_features(
         "row_offsets": torch.cat([torch.zeros(1), lengths.cumsum(0)]).long(),
     }
     write_shard(shard_path(directory, "labels", split, index), save(tensors), rows=num_rows, tokens=count)
+    exchanges = [Exchange(f"{split}-{index}-{row}", "", [1], [2] * n, "stop") for row, n in enumerate(lengths.tolist())]
+    rows = to_parquet(exchanges, {"draft_ids": tensors["token"]})
+    write_shard(shard_path(directory, "rows", split, index), rows, rows=num_rows, tokens=count)
     for timing, states in (("fed", hidden + 0.1 * torch.randn(hidden.shape, generator=generator)), ("drawn", hidden)):
-        path = shard_path(directory, f"features/{timing}", split, index)
+        path = shard_path(directory, f"states/{timing}", split, index)
         write_shard(path, save({"hidden": states.bfloat16()}), rows=num_rows, tokens=count)
+    set_keys(directory)
+
+
+def set_keys(directory: Path) -> None:
+    """Let the cached states be those of the rows and labels that are there now."""
+    for path in directory.glob("states/*/*.safetensors"):
+        suffixes = {"rows": "parquet", "labels": "safetensors"}
+        shards = {name: directory / name / f"{path.stem}.{suffix}" for name, suffix in suffixes.items()}
+        key = {f"{name}_sha256": read_sidecar(shard)["sha256"] for name, shard in shards.items()}
+        key |= {"draft": {"dtype": "auto"}, "dtype": "bfloat16"}
+        sidecar_path(path).write_text(json.dumps(read_sidecar(path) | {"key": key}))
 
 
 def write_manifest(directory: Path) -> None:
@@ -101,8 +117,10 @@ def make_config(data_dir: Path, run_dir: Path, *, trainer: dict | None = None, *
 
 
 def feature_data(config: Config) -> FeatureData:
-    """The cached features of a config."""
-    return FeatureData(config.data, config.heads, pair=config.pair)
+    """The data module of a config, ready to read batches."""
+    data = FeatureData(config.data, config.heads, pair=config.pair)
+    data.setup()
+    return data
 
 
 def write_yaml(config: Config, folder: Path) -> Path:

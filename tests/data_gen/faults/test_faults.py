@@ -64,7 +64,7 @@ def _sequential(config: Config, whole: Path) -> None:
     make(replace(config, data=replace(config.data, mode="sequential")))
 
 
-_SHARDS = ("rows/*", "labels/*", "features/**/*", "errors.jsonl")
+_SHARDS = ("rows/*", "labels/*", "errors.jsonl")
 _TRACES = ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")
 STAGES = {
     "data": Stage("data", lambda config, whole: make(config), "data", _SHARDS),

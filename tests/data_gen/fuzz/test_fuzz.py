@@ -110,7 +110,7 @@ def texts(folder: Path, config: Config) -> dict[str, Boundary]:
 def files(folder: Path, config: Config) -> dict[str, Boundary]:
     """Files that the project wrote, and models."""
     data = Path(config.data.dir)
-    rows, features = shard_path(data, "rows", "train", 0), shard_path(data, "features/drawn", "train", 0)
+    rows, labels = shard_path(data, "rows", "train", 0), shard_path(data, "labels", "train", 0)
     settled, costs = read_manifest(data), kept_costs(folder / "whole" / "decode")
     costs.keep([({"a": 1}, _COSTS)])
 
@@ -120,8 +120,9 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
         read_rows(rows)
         account([rows])
 
-    def read_features() -> None:
+    def read_labels() -> None:
         module = FeatureData(config.data, config.heads, pair=config.pair)
+        module.setup()
         next(iter(module.first_shard()))
         next(iter(module.loader("train")))
 
@@ -146,9 +147,8 @@ def files(folder: Path, config: Config) -> dict[str, Boundary]:
     found = {
         "sidecar of rows": Boundary(read_shard, sidecar_path(rows), "json", rows.name),
         "rows": Boundary(read_shard, rows, "bytes", rows.name),
-        "sidecar of features": Boundary(read_features, sidecar_path(features), "json", features.stem),
-        "features": Boundary(read_features, features, "safetensors", features.stem),
-        "labels": Boundary(read_features, data / "labels" / features.name, "safetensors", features.stem),
+        "sidecar of labels": Boundary(read_labels, sidecar_path(labels), "json", labels.stem),
+        "labels": Boundary(read_labels, labels, "safetensors", labels.stem),
         "manifest": Boundary(read_settled, data / "manifest.json", "json", "manifest.json"),
         "costs": Boundary(costs.entries, costs.path, "jsonl", costs.path.name),
         "checkpoint": Boundary(partial(load_sweep, checkpoint), checkpoint, "bytes", "last.ckpt"),
@@ -221,7 +221,7 @@ def _break_safetensors(content: bytes, draw: Draw) -> bytes:
 BROKEN = {"json": _break_json, "jsonl": _break_lines, "safetensors": _break_safetensors, "bytes": _break_bytes}
 
 _MAX_LINE = 1500
-_FILES = ["rows", "sidecar of rows", "features", "labels", "sidecar of features", "manifest", "costs", "checkpoint"]
+_FILES = ["rows", "sidecar of rows", "labels", "sidecar of labels", "manifest", "costs", "checkpoint"]
 _FILES += [f"{part} of {whole}" for part in ("config", "weights") for whole in ("head", "official", "draft")]
 _FILES += ["tokenizer of draft"]
 
@@ -270,7 +270,7 @@ def test_broken_files_are_refused_by_name(stored, name: str):
 _BAD_SETTINGS = """
 make data.rows_per_shard=1000000000 data.max_new_tokens=100000000 data.max_prompt_tokens=1 data.template=none
 make data.num_train=1000000000000000000 data.template=llama2 data.prompts=/dev/null data.prompts=nothing.jsonl
-make data.source=file data.source=server data.features=[] data.features=[fed,fed] data.split_weights=[0,0,0]
+make data.source=file data.source=server data.split_weights=[0,0,0]
 make data.split_weights=[1] data.dir=/dev/null/x data.dir=/proc/x data.engine=slurm pair.target.path=/
 make pair.target.path=/no/such pair.draft.device_map=cuda:7 pair.draft.device_map={x:1} pair.sampling.top_k=1000000000
 train heads.batch_size=1000000000 heads.depths=[] heads.depths=[0,0] heads.reject_weights=[1e300] heads.dir=/dev/null

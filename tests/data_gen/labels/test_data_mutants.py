@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from configs.schema import SamplingConfig
-from data_gen.labels import labeller, laws
+from data_gen.labels import labeller, laws, states
 from data_gen.labels.labeller import Labeller
 from data_gen.labels.laws import acceptance_prob_of, label_draft, label_target
+from data_gen.labels.states import DraftStates
 from data_gen.pipeline import stages, worker
 from data_gen.pipeline.worker import Worker
 from data_gen.responses import exchange
@@ -25,8 +26,7 @@ from tests.data_gen.labels import test_labels as tests_of_laws
 from tests.data_gen.pipeline import test_resume as resume
 from tests.data_gen.pipeline import test_run as rows
 
-_label_and_mix, _label_batch = Worker.label_and_mix, Labeller._label_batch
-_fed_hidden, _respond = Labeller.fed_hidden, TargetInProcess.respond
+_label_and_mix, _states, _respond = Worker.label_and_mix, DraftStates.__call__, TargetInProcess.respond
 _to_safetensors = stored_labels.to_safetensors
 
 
@@ -37,13 +37,12 @@ def _coin_by_equality(self, spec, exchanges, known, progress):
     return labelled
 
 
-def _drawn_shifted(self, exchanges, inputs, with_hidden):
-    columns = _label_batch(self, exchanges, inputs, with_hidden)
-    return columns | {name: columns[name].roll(-1, 0) for name in ("drawn",) if name in columns}
+def _drawn_shifted(self, texts, timing):
+    return _states(self, texts, timing).roll(-1 if timing == "drawn" else 0, 0)
 
 
-def _fed_shifted(self, exchanges, mixed_ids):
-    return _fed_hidden(self, exchanges, mixed_ids).roll(1, 0)
+def _fed_shifted(self, texts, timing):
+    return _states(self, texts, timing).roll(1 if timing == "fed" else 0, 0)
 
 
 def _loss_everywhere(columns, layout):
@@ -106,9 +105,9 @@ LOST = resume.test_a_lost_or_truncated_shard_is_made_again_byte_for_byte
 MUTANTS = {
     "acceptance swapped": (INDEPENDENT, PLAIN, laws, "acceptance_prob_of", lambda p, q: acceptance_prob_of(q, p)),
     "coin by equality": (COINS, {}, Worker, "label_and_mix", _coin_by_equality),
-    "coin inverted": (INDEPENDENT, PLAIN, worker, "mixed", lambda x, y, from_x: torch.where(from_x, y, x)),
-    "drawn shifted": (INDEPENDENT, PLAIN, Labeller, "_label_batch", _drawn_shifted),
-    "fed shifted": (INDEPENDENT, PLAIN, Labeller, "fed_hidden", _fed_shifted),
+    "coin inverted": (INDEPENDENT, PLAIN, states, "mixed", lambda x, y, from_x: torch.where(from_x, y, x)),
+    "drawn shifted": (INDEPENDENT, PLAIN, DraftStates, "__call__", _drawn_shifted),
+    "fed shifted": (INDEPENDENT, PLAIN, DraftStates, "__call__", _fed_shifted),
     "loss everywhere": (INDEPENDENT, PLAIN, stored_labels, "to_safetensors", _loss_everywhere),
     "log q untruncated": (INDEPENDENT, TRUNCATED, labeller, "label_draft", _log_q_untruncated),
     "log p untruncated": (INDEPENDENT, TRUNCATED, labeller, "label_target", _log_p_untruncated),

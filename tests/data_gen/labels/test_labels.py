@@ -19,6 +19,7 @@ from configs.schema import ModelSource
 from data_gen.labels import labeller, laws
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labeller
+from data_gen.labels.states import RolloutStates, Text
 from data_gen.pipeline import worker
 from data_gen.pipeline.command import make
 from data_gen.responses import exchange as sources
@@ -42,15 +43,28 @@ every_kind = pytest.mark.parametrize("kind", [*KINDS, *BLOCKS, *MTP])
 
 def labelled(kind: str, exchanges: list[Exchange] = EXCHANGES, draft_every: int = 1) -> SimpleNamespace:
     how = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS}), "draft_length": LENGTH, "draft_every": draft_every}
-    how |= {"chunk_mb": 64, "feature_dtype": torch.float64, "sampling": WARM}
+    how |= {"chunk_mb": 64, "sampling": WARM}
     labeller = ChainLabeller(draft=draft(kind), target=target_of(kind), **how)
-    drafts = labeller.label(exchanges, CHANCE, timings=("fed", "drawn"), progress=lambda count: None)
+    drafts = labeller.label(exchanges, CHANCE, progress=lambda count: None)
     lengths, left = [], drafts.columns.pop("draft_lengths").tolist()
     for num_tokens in drafts.layout.lengths:
         lengths.append([])
         while sum(lengths[-1]) < num_tokens:
             lengths[-1].append(left.pop(0))
     return SimpleNamespace(columns=drafts.columns, broken=drafts.broken, rows=drafts.of_rows, lengths=lengths)
+
+
+def hidden_states_along(kind: str, drafts: SimpleNamespace, draft_every: int = 1) -> dict[str, torch.Tensor]:
+    """The states of the drafts of both timings, from the labels alone."""
+    ids = drafts.columns["draft_ids"].split(list(map(sum, drafts.lengths)))
+    texts = [
+        Text(
+            exchange.prompt_ids, exchange.response_ids, of_text, torch.ones(len(of_text)).bool(), torch.tensor(lengths)
+        )
+        for exchange, of_text, lengths in zip(EXCHANGES, ids, drafts.lengths, strict=True)
+    ]
+    states = RolloutStates(draft(kind), target_of(kind), draft_every=draft_every)
+    return {timing: states(texts, timing) for timing in ("drawn", "fed")}
 
 
 def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -> list[dict[str, object]]:
@@ -84,6 +98,7 @@ def expected(kind: str, exchange: Exchange, start: int, uniform: torch.Tensor) -
 @every_kind
 def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_of_the_drafts_are_made(kind):
     drafts, at, first = labelled(kind), 0, 0
+    hidden = hidden_states_along(kind, drafts)
     for exchange, lengths in zip(EXCHANGES, drafts.lengths, strict=True):
         for start, length in enumerate(lengths, int(kind in BLOCKS)):  # no block begins at a prompt's last token
             steps = expected(kind, exchange, start, CHANCE[first + start])
@@ -94,7 +109,7 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_
                     found = float(drafts.columns[name][at + place])
                     assert found == pytest.approx(value, abs=4e-6), (name, start, place)
                 for timing in ("drawn", "fed"):
-                    assert torch.allclose(drafts.columns[timing][at + place], step[timing], atol=1e-6)
+                    assert torch.allclose(hidden[timing][at + place], step[timing], atol=1e-6)
             at += length
         first += len(exchange.response_ids)
     assert at == len(drafts.columns["draft_ids"])
@@ -105,6 +120,8 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_
     assert half.lengths == [row[::2] for row in drafts.lengths]
     for name, values in half.columns.items():
         torch.testing.assert_close(values, drafts.columns[name][is_kept])
+    for timing, states in hidden_states_along(kind, half, draft_every=2).items():
+        torch.testing.assert_close(states, hidden[timing][is_kept])
     for name, values in half.rows.items():
         torch.testing.assert_close(values, drafts.rows[name])
 
@@ -116,7 +133,7 @@ def test_drafts_that_are_made_one_by_one_are_the_same_and_no_row_is_a_shard_of_n
     assert apart.lengths == together.lengths
     assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())
     none = labelled("glide", exchanges=[])
-    assert (none.lengths, none.columns["fed"].shape) == ([], (0, 16))
+    assert (none.lengths, none.columns["draft_ids"].shape) == ([], (0,))
     assert safetensors.torch.load(to_safetensors(none.columns, Layout(())))["row_offsets"].tolist() == [0]
 
 
@@ -128,10 +145,10 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kin
     written = to_safetensors(drafts.columns | {"draft_lengths": lengths}, layout)
     assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
     write_shard(path, written, rows=len(EXCHANGES), tokens=layout.num_tokens)
-    shard = FeatureShard(path, {"drawn": None, "fed": None}, ("entropy",), draft_starts=starts)
+    shard = FeatureShard(path, path, {"drawn": None, "fed": None}, ("entropy",), draft_starts=starts)
     for timing in ("drawn", "fed"):
         for first, last in ((0, 2), (1, 2)):
-            rows = shard.read(first, last)[timing]
+            rows = shard.read(first, last, has_states=False)[timing]
             tokens = torch.cat([row.numbers["token"] for row in rows]).tolist()
             assert [row.row_lengths.tolist() for row in rows] == drafts.lengths[first:last]
             responses = with_states(rows, torch.zeros(len(tokens), 1)).response_lengths
@@ -270,9 +287,9 @@ def test_labelling_never_holds_more_than_a_bounded_chunk(models, monkeypatch):
     monkeypatch.setattr(labeller.forwards, "chunk_rows", rows_of_kilobytes)
     exchanges = [Exchange(str(number), "", [2, 3], list(range(10, 10 + number)), "length") for number in range(1, 12)]
     drawn = {"uniform": uniforms(0, sum(range(1, 12)))}
-    how = {"sampling": Sampling(), "vocab_size": 260, "batch_size": 4, "feature_dtype": torch.float32}
+    how = {"sampling": Sampling(), "vocab_size": 260, "batch_size": 4}
     small, large = (
-        Labeller(**models, **how, chunk_mb=kilobytes).label(exchanges, drawn, with_hidden=True, progress=lambda n: None)
+        Labeller(**models, **how, chunk_mb=kilobytes).label(exchanges, drawn, progress=lambda n: None)
         for kilobytes in (4, 1000)
     )
     assert max(num_bytes[: len(num_bytes) // 2]) <= 4 * 1024

@@ -171,7 +171,7 @@ def manifest_of(directory: str | Path) -> Mapping[str, object]:
     ids=["2", "3 stage by stage", "7, of which two have no shard"],
 )
 def test_n_processes_write_the_bytes_of_one(toy_config, world_size, changes):
-    """Rows, features, sidecars, errors.jsonl, and the manifest."""
+    """Rows, labels, sidecars, errors.jsonl, and the manifest."""
     config = with_data(toy_config, **changes)
     assert at_once(*ranks(config, world_size)) == [0] * world_size
     assert_as_at_once(config)

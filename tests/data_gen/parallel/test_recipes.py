@@ -62,7 +62,7 @@ def on_two(*argv: str | Path) -> str:
 @pytest.fixture
 def experiment(made: Config, tmp_path: Path) -> Path:
     """A folder with experiment.yaml, the toy run into `many`; the same run by one process is in data.dir."""
-    data = asdict(made.data) | {"dir": "many", "features": ["fed", "drawn"]}
+    data = asdict(made.data) | {"dir": "many"}
     content = json.dumps({"pair": asdict(made.pair), "data": data})  # JSON is YAML
     (tmp_path / "experiment.yaml").write_text(content)
     (tmp_path / "bin").mkdir()

@@ -23,6 +23,7 @@ from tests.data_gen.on_disk import (
     broken_copy,
     errors_of,
     files_of,
+    hidden_states_of,
     rows_of,
     with_a_draft_of_nan,
     with_data,
@@ -65,7 +66,8 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp
         with pytest.raises(ValueError, match=r"none of 1 prompts became a row.*empty prompt"):
             make(config)
         assert read_rows(shard_path(config.data.dir, "rows", "train", 0)).num_rows == 0
-        assert load_file(shard_path(config.data.dir, "features/fed", "train", 0))["hidden"].shape == (0, 8)
+        assert load_file(shard_path(config.data.dir, "labels", "train", 0))["token"].shape == (0,)
+        assert hidden_states_of(config, "train", "fed")[0].shape == (0, 8)
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):
@@ -131,28 +133,26 @@ def name_of_tilde(healthy: Config) -> str:
     return name
 
 
-def features_of(config: Config, timing: str) -> dict[str, list[torch.Tensor]]:
-    """Id of each training row -> everything that a shard of features holds of it."""
+def labels_of(config: Config) -> dict[str, list[torch.Tensor]]:
+    """Id of each training row -> everything that a shard of labels holds of it."""
     found = {}
     for path in list_shards(config.data.dir, "train"):
         index = int(path.stem.split("-")[1])
-        features = load_file(shard_path(config.data.dir, "labels", "train", index))
-        features |= load_file(shard_path(config.data.dir, f"features/{timing}", "train", index))
-        offsets = features.pop("row_offsets").tolist()
+        labels = load_file(shard_path(config.data.dir, "labels", "train", index))
+        offsets = labels.pop("row_offsets").tolist()
         for row, name in enumerate(read_rows(path, ["id"])["id"].to_pylist()):
-            found[name] = [features[key][offsets[row] : offsets[row + 1]] for key in sorted(features)]
+            found[name] = [labels[key][offsets[row] : offsets[row + 1]] for key in sorted(labels)]
     return found
 
 
 def assert_others_are_the_same(broken: Config, whole: Config, failed: set[str]) -> None:
-    """Rows and features, bit for bit but where a later stage lacks the row that failed, so that its batches differ."""
+    """Rows and labels, bit for bit but where a later stage lacks the row that failed, so that its batches differ."""
     assert rows_of(broken) == [row for row in rows_of(whole) if row["id"] not in failed]
     atol = 1e-6 if whole.data.mode == "sequential" else 0
-    for timing in ("fed", "drawn"):
-        found, expected = features_of(broken, timing), features_of(whole, timing)
-        assert found.keys() == expected.keys() - failed
-        for name, features in found.items():
-            torch.testing.assert_close(features, expected[name], rtol=0, atol=atol)
+    found, expected = labels_of(broken), labels_of(whole)
+    assert found.keys() == expected.keys() - failed
+    for name, labels in found.items():
+        torch.testing.assert_close(labels, expected[name], rtol=0, atol=atol)
 
 
 @every_mode
@@ -183,7 +183,7 @@ def test_a_prompt_that_a_model_cannot_read_is_a_problem_of_its_row_alone(healthy
 
 def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_path, monkeypatch):
     """The responses come from a file, so the target only labels; in its own stage where one model is loaded at once. A
-    run that ends after it has written the hidden states without the broken row resumes to the same bytes.
+    run that ends after it has written the labels without the broken row resumes to the same bytes.
     """
     make(healthy)
     path, name = tmp_path / "responses.jsonl", name_of_tilde(healthy)
@@ -207,8 +207,8 @@ def test_the_target_labels_all_but_the_rows_that_it_cannot_read(healthy, tmp_pat
     assert files_of(stopped.data.dir) == files_of(broken.data.dir)
 
 
-def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(healthy):
-    """The labels of that row are numbers, and its fed-time states are not."""
+def test_a_token_that_only_the_mixed_sequence_has_is_named_when_its_states_are_computed(healthy):
+    """The labels of that row are numbers, its drawn-time states too, and its fed-time states are not."""
     make(healthy)
     rows = rows_of(healthy)
     read = {token for row in rows for token in (*row["prompt_ids"], *row["response_ids"])}
@@ -217,18 +217,18 @@ def test_a_token_that_only_the_mixed_sequence_has_is_a_problem_of_its_row(health
     token = next(token for token in tokens if sum(token in each for each in mixed) == 1)
     (name,) = (row["id"] for row, tokens in zip(rows, mixed, strict=True) if token in tokens)
     broken, problems = both_made(healthy, "draft", token)
-    assert "fed hidden states are not finite in data.feature_dtype bfloat16" in problems.pop(name)
-    assert not problems.keys() & {row["id"] for row in rows}
-    assert_others_are_the_same(broken, healthy, {name})
+    assert name not in problems
+    assert all(states.isfinite().all() for states in hidden_states_of(broken, "train", "drawn"))
+    with pytest.raises(ValueError, match=r"fed hidden states of token \d+ of .*labels/train-.* are not finite"):
+        hidden_states_of(broken, "train", "fed")
 
 
-def test_labels_and_features_of_a_broken_row_are_left_out(healthy):
+def test_labels_of_a_broken_row_are_left_out(healthy):
     healthy = with_data(healthy, num_test=0)
     broken, (name,) = both_made(healthy, "draft")
     assert rows_of(broken) == [row for row in rows_of(healthy) if row["id"] != name]
     stored = load_file(shard_path(broken.data.dir, "labels", "train", 1))
-    hidden = load_file(shard_path(broken.data.dir, "features/fed", "train", 1))["hidden"]
-    assert len(hidden) == len(stored["is_drafted"]) == stored["row_offsets"][-1]
+    assert len(hidden_states_of(broken, "train", "fed")[1]) == len(stored["is_drafted"]) == stored["row_offsets"][-1]
 
 
 @pytest.mark.parametrize("model", ["draft", "target"])

@@ -1,4 +1,4 @@
-"""Imports of the official SpecDec++ data: rows, features by the draft, and heads that train on them."""
+"""Imports of the official SpecDec++ data: rows, labels by the draft, and heads that train on them."""
 
 import json
 import math
@@ -76,22 +76,20 @@ def imports(toy_config, tmp_path) -> tuple[Config, Config, dict[str, str]]:
     return own, with_data(own, dir=str(tmp_path / "imported")), files
 
 
-def test_imported_features_are_those_of_a_run_of_our_own(imports):
+def test_imported_labels_are_those_of_a_run_of_our_own(imports):
     """Rows are float16, and acceptance_rate needs the target. A stopped import goes on; another file is refused."""
     own, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
         for path in list_shards(own.data.dir, split):
-            for folder in ("features/fed", "features/drawn", "labels"):
-                name = f"{folder}/{path.stem}.safetensors"
-                ours, theirs = (load_file(Path(c.data.dir, name)) for c in (own, config))
-                ours.pop("acceptance_rate", None)
-                assert ours.keys() == theirs.keys()
-                for key, values in ours.items():
-                    rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(key, 1e-4)
-                    torch.testing.assert_close(
-                        theirs[key], values, rtol=rtol, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
-                    )
+            ours, theirs = (load_file(Path(c.data.dir, "labels", f"{path.stem}.safetensors")) for c in (own, config))
+            ours.pop("acceptance_rate", None)
+            assert ours.keys() == theirs.keys()
+            for key, values in ours.items():
+                rtol = {"log_q": 1e-3, "acceptance_prob": 1e-2}.get(key, 1e-4)
+                torch.testing.assert_close(
+                    theirs[key], values, rtol=rtol, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
+                )
             row = read_rows(Path(config.data.dir, "rows", path.name)).to_pylist()[0]
             assert row["entropy"]
             assert row["from_target"]
@@ -105,14 +103,14 @@ def test_imported_features_are_those_of_a_run_of_our_own(imports):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["cached", "online"])
+@pytest.mark.parametrize("states", ["cached", "online"])
 @pytest.mark.filterwarnings("ignore")
-def test_heads_train_on_imported_data(imports, tmp_path, features):
+def test_heads_train_on_imported_data(imports, tmp_path, states):
     _, config, files = imports
     for split, file in files.items():
         import_(config, file=file, split=split)
     grid = {"depths": (1,), "timings": ("fed", "drawn"), "embeddings": (False,), "dropout": (0.0,)}
-    heads = HeadsConfig(dir=str(tmp_path / "run"), batch_size=2, features=features, **grid)
+    heads = HeadsConfig(dir=str(tmp_path / "run"), batch_size=2, states=states, **grid)
     trainer = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     config = replace(config, heads=heads, trainer=trainer)
     results = train(config)

@@ -26,7 +26,7 @@ from heads.grid import stacks
 from heads.training.stack import HeadStack
 from lm import load_model
 from store.shards import read_sidecar, shard_path
-from tests.data_gen.on_disk import with_data
+from tests.data_gen.on_disk import hidden_states_of, with_data
 
 GB, ROOT = 1e9, Path(__file__).parents[3]
 NAMED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -210,7 +210,12 @@ def test_a_plan_on_every_prompt_is_what_the_run_then_takes(toy_config):
     assert expected["response_tokens"] == pytest.approx(facts["tokens"], rel=0.25)  # other seeds, so other lengths
     real = sum(path.stat().st_size for path in Path(config.data.dir).rglob("train-*") if path.suffix != ".json")
     assert expected["disk_bytes"] == pytest.approx(real, rel=0.1)
-    assert expected["draft_sequence_forwards"] == 16
+    assert (
+        expected["draft_sequence_forwards"] == expected["target_sequence_forwards"] == expected["state_forwards"] == 8
+    )
+    assert expected["state_target_forwards"] == 0
+    hidden = sum(states.nbytes for states in hidden_states_of(config, "train", "drawn"))
+    assert expected["state_bytes"] == pytest.approx(hidden, rel=0.25)
     assert expected["time_s"] > 0
     assert plan(config, sample=8) == {"rows": 0}
 

@@ -16,7 +16,6 @@ import torch
 
 from configs.schema import Config, ModelSource
 from data_gen.labels.labeller import Labeller
-from data_gen.pipeline import stages
 from data_gen.pipeline.command import make
 from data_gen.pipeline.inspect import check, responses
 from data_gen.pipeline.worker import Worker
@@ -75,6 +74,8 @@ MANIFESTS = (
     ("generator", "MT19937", OF_GENERATOR.format("'MT19937'")),
     ("generator", None, OF_GENERATOR.format("None")),  # as in folders made by torch's generator
     ("seed", 1, "seed: 1 there, 0 in"),
+    ("features", ["fed", "drawn"], None),  # as in folders that have hidden states
+    ("feature_dtype", "bfloat16", None),
     ("mixes", 1, None),  # as in folders made before the setting was removed
     ("mixes", 2, "differs in mixes: 2 there, 1 in this run; choose another data.dir"),
     ("mixing_ratio", 0.2, "differs in mixing_ratio"),
@@ -167,19 +168,15 @@ def test_the_same_settings_give_the_same_rows_and_responses_to_other_prompts_are
     assert all("check data.prompts and data.template" in error["reason"] for error in errors_of(plain))
 
 
-def test_another_draft_mixing_ratio_and_timing_are_labelled_as_if_the_target_had_written_for_them(
-    made, relabelled, tmp_path
-):
+def test_another_draft_and_mixing_ratio_are_labelled_as_if_the_target_had_written_for_them(made, relabelled, tmp_path):
     save_toy(tmp_path / "other", hidden_size=12, seed=7, scale=0.3)
     pair = replace(made.pair, draft=ModelSource(path=str(tmp_path / "other")))
-    other = replace(made, pair=pair, heads=replace(made.heads, specdec=False))
-    other = with_data(other, mixing_ratio=0.5, features=("drawn",), dir=str(tmp_path / "afresh"))
+    other = with_data(replace(made, pair=pair), mixing_ratio=0.5, dir=str(tmp_path / "afresh"))
     again = relabelled("again", other)
     make(other)
     make(again)
     assert_same_rows(rows_of(again), rows_of(other))
     assert [row["draft_ids"] for row in rows_of(again)] != [row["draft_ids"] for row in rows_of(made)]
-    assert not (tmp_path / "again" / "features" / "fed").exists()
 
 
 def test_a_file_grows_with_its_rows_and_what_was_labelled_from_it_goes_on(toy_config, tmp_path):
@@ -232,10 +229,10 @@ def test_what_the_stage_respond_left_is_written_as_it_is_once_the_rows_are_there
 def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(made):
     whole = files_of(made.data.dir)
     shard_path(made.data.dir, "rows", "train", 1).unlink()
-    fed = shard_path(made.data.dir, "features/fed", "train", 2)
-    fed.write_bytes(fed.read_bytes()[:-5])
+    labels = shard_path(made.data.dir, "labels", "train", 2)
+    labels.write_bytes(labels.read_bytes()[:-5])
     with pytest.raises(ValueError, match="truncated"):
-        verify_shard(fed)
+        verify_shard(labels)
     make(made)
     assert files_of(made.data.dir) == whole
 
@@ -280,7 +277,7 @@ def test_moved_models_are_the_same_models_and_trained_ones_are_not(made, tmp_pat
 
 @pytest.fixture
 def staged(toy_config):
-    return with_data(toy_config, mode="sequential", features=("fed", "drawn"))
+    return with_data(toy_config, mode="sequential")
 
 
 def test_stage_by_stage_gives_the_bytes_of_one_run_and_no_stage_is_made_twice(staged, apart_run, monkeypatch):
@@ -297,16 +294,6 @@ def test_stage_by_stage_gives_the_bytes_of_one_run_and_no_stage_is_made_twice(st
     assert loaded == [("respond", ("target",)), ("draft", ("draft",)), ("target", ("target",))]
     assert not Path(staged.data.dir, "stages").exists()
     assert files_of(staged.data.dir) == files_of(apart_run)
-
-
-def test_hidden_states_that_an_older_version_kept_elsewhere_are_asked_for_again(staged, monkeypatch):
-    save = stages.save
-    with monkeypatch.context() as patch:
-        patch.setattr(stages, "save", lambda *parts: save(*parts[:3], {}, parts[4]))
-        make(staged, stages="respond")
-        make(staged, stages="draft")
-    with pytest.raises(ValueError, match=r"no hidden states fed, drawn: an older version made it; delete .*draft"):
-        make(staged, stages="target")
 
 
 def test_a_run_that_is_killed_before_it_writes_rows_needs_no_earlier_stage(staged, apart_run, monkeypatch):

@@ -14,7 +14,7 @@ from data_gen.stats import accepted_length, stats
 from data_gen.store.rows import COLUMNS, read_rows
 from lm import Sampling, acceptance_prob, acceptance_rate, cross_entropy, entropy
 from store.shards import list_shards, shard_path
-from tests.data_gen.on_disk import rows_of, with_data, with_prompts
+from tests.data_gen.on_disk import hidden_states_of, rows_of, with_data, with_prompts
 
 
 @torch.no_grad()
@@ -25,11 +25,10 @@ def test_labels_equal_an_independent_uncached_computation(toy_config, models, sa
     config = replace(toy_config, pair=replace(toy_config.pair, sampling=sampling))
     make(config)
     transform = Sampling(**vars(sampling))
-    for path in list_shards(config.data.dir, "train"):
-        index = int(path.stem.split("-")[1])
+    hidden = {timing: hidden_states_of(config, "train", timing) for timing in ("fed", "drawn")}
+    for index, path in enumerate(list_shards(config.data.dir, "train")):
         stored = load_file(shard_path(config.data.dir, "labels", "train", index))
-        paths = [shard_path(config.data.dir, f"features/{timing}", "train", index) for timing in ("fed", "drawn")]
-        fed, drawn = (load_file(path)["hidden"].float() for path in paths)
+        fed, drawn = (hidden[timing][index].float() for timing in ("fed", "drawn"))
         for number, row in enumerate(read_rows(path).to_pylist()):
             prompt, x, y = row["prompt_ids"], row["response_ids"], torch.tensor(row["draft_ids"])
             inputs = torch.tensor([prompt + x])
@@ -87,12 +86,12 @@ def test_sequential_mode_gives_the_same_data_without_the_columns_that_need_both_
                 torch.testing.assert_close(*values, rtol=1e-4 + 2**-10, atol=1e-4)
             else:
                 assert value == other[name]
-    for folder in ("features/fed", "features/drawn", "labels"):
-        for path in list_shards(made.data.dir, "train", folder):
-            found, expected = load_file(Path(apart.data.dir, folder, path.name)), load_file(path)
-            assert expected.keys() - found.keys() == ({"acceptance_rate"} if folder == "labels" else set())
-            for name, values in found.items():
-                torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
+    for path in list_shards(made.data.dir, "train", "labels"):
+        found = load_file(Path(apart.data.dir, "labels", path.name))
+        expected = load_file(path)
+        assert expected.keys() - found.keys() == {"acceptance_rate"}
+        for name, values in found.items():
+            torch.testing.assert_close(values, expected[name], rtol=1e-4, atol=1e-4)
 
 
 def test_the_coin_decides_the_mixing_also_where_both_tokens_are_equal(toy_config):

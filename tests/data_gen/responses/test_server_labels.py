@@ -93,16 +93,16 @@ def sampled(config, **sampling):
     return replace(config, pair=replace(config.pair, sampling=SamplingConfig(**sampling)))
 
 
-def features_of(config) -> dict[str, dict[str, torch.Tensor]]:
+def labels_of(config) -> dict[str, dict[str, torch.Tensor]]:
     folder = Path(config.data.dir)
     return {str(path.relative_to(folder)): load_file(path) for path in sorted(folder.rglob("*.safetensors"))}
 
 
-def assert_same_features(config, other):
+def assert_same_labels(config, other):
     """The same shards with the same tokens and coins, and the same float32 numbers to 1e-5."""
-    features, others = features_of(config), features_of(other)
-    assert features.keys() == others.keys() != set()
-    for name, tensors in features.items():
+    labels, others = labels_of(config), labels_of(other)
+    assert labels.keys() == others.keys() != set()
+    for name, tensors in labels.items():
         assert tensors.keys() == others[name].keys()
         for key in tensors:
             tolerance = {"rtol": 1e-5, "atol": 1e-5} if key in _OF_FLOATS else {"rtol": 0, "atol": 0}
@@ -127,7 +127,7 @@ def test_labels_told_with_the_response_are_those_of_the_target_here(told, tmp_pa
     config = sampled(told, **sampling)
     make(config)
     here = relabelled(config, tmp_path, labels="target")
-    assert_same_features(config, here)
+    assert_same_labels(config, here)
     rows, others = all_rows(config), all_rows(here)
     assert {row["cross_entropy"] for row in rows.values()} == {None}
     assert not problems(config)
@@ -142,7 +142,7 @@ def test_labels_of_responses_that_are_there_already_are_those_that_came_with_the
     make(config)
     server.bodies.clear()
     again = relabelled(config, tmp_path)
-    assert_same_features(config, again)
+    assert_same_labels(config, again)
     read = [body for body in server.bodies if "prompt_logprobs" in body]
     assert len(read) == len(all_rows(config)) == 12
     assert all(body["max_tokens"] == 1 for body in server.bodies)
@@ -235,7 +235,7 @@ def test_a_place_whose_law_does_not_follow_is_an_error_of_its_row_and_a_retry_ke
     whole = with_data(config, dir=config.data.dir + "-whole")
     make(whole)
     assert not problems(config)
-    assert_same_features(config, whole)
+    assert_same_labels(config, whole)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,8 @@ COUNT = 4000
 
 
 def break_shards(config: Config) -> list[Path]:
-    """Shards of rows and of features, of which a byte flips."""
-    paths = [shard_path(config.data.dir, "rows", "train", 1), shard_path(config.data.dir, "features/drawn", "test", 0)]
+    """Shards of rows and of labels, of which a byte flips."""
+    paths = [shard_path(config.data.dir, "rows", "train", 1), shard_path(config.data.dir, "labels", "test", 0)]
     for path in paths:
         flip(path)
     return paths
@@ -143,8 +143,8 @@ def test_check_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_
     assert "5 shards intact" in said.out
     assert said.out.endswith(" are intact.\n")
     broken = break_shards(made)
-    shard_path(made.data.dir, "features/fed", "train", 0).unlink()
-    sidecar_path(shard_path(made.data.dir, "features/fed", "train", 1)).write_text("{")
+    shard_path(made.data.dir, "labels", "train", 0).unlink()
+    sidecar_path(shard_path(made.data.dir, "labels", "train", 1)).write_text("{")
     lost = shard_path(made.data.dir, "rows", "test", 1)
     lost.unlink()
     sidecar_path(lost).unlink()
@@ -155,7 +155,7 @@ def test_check_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--config", str(path)])
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith("error: 9 shards in ")
+    assert said.err.splitlines()[-1].startswith("error: 7 shards in ")
     assert "are damaged or missing" in said.err.splitlines()[-1]
     for path in broken:
         assert f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said.out

@@ -124,10 +124,10 @@ def recorded(target, draft):
 
 
 def labelled(target, draft):
-    settings = {"vocab_size": WIDTH, "batch_size": 1, "chunk_mb": 1, "feature_dtype": torch.float32}
+    settings = {"vocab_size": WIDTH, "batch_size": 1, "chunk_mb": 1}
     labeller = Labeller(draft=draft, target=target, sampling=Sampling(), **settings)
     inputs = {"uniform": torch.full((2,), 0.5, dtype=torch.float64)}
-    return lambda: labeller.label([EXCHANGE], inputs, with_hidden=False, progress=lambda _: None)
+    return lambda: labeller.label([EXCHANGE], inputs, progress=lambda _: None)
 
 
 def responded(target, _):

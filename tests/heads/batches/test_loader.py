@@ -1,6 +1,4 @@
-"""Reading: each response once an epoch, the same order everywhere, bounded in memory; broken shards are refused. States
-that the frozen draft computes equal stored ones up to the precision of those.
-"""
+"""Reading: each response once an epoch, the same order everywhere, bounded in memory; broken shards are refused."""
 
 import json
 import random
@@ -15,20 +13,14 @@ import pytest
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from safetensors.torch import load_file, save
-from transformers import LlamaForCausalLM
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
-from heads.batches.features import DraftFeatures, Row, _mixed
 from heads.batches.loader import BatchLoader, Item, batches, in_order, read_ahead, shuffled
 from heads.training.command import train
-from heads.training.sweep import Sweep
-from lm.forwards import hidden_states
 from store import shards
 from store.shards import shard_path, sidecar_path, write_shard
-from tests.toys.devices import FakeDevices
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
-from tests.toys.small_pair import llama
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
 EVERY = in_order(LENGTHS)
@@ -101,7 +93,7 @@ def test_only_drafted_positions_are_kept_and_timings_agree(data_dir: Path, tmp_p
     batch = next(iter(data.loader("dev")))
     fed, drawn = batch["fed"], batch["drawn"]
     stored = load_file(shard_path(data_dir, "labels", "dev", 0)) | load_file(
-        shard_path(data_dir, "features/fed", "dev", 0)
+        shard_path(data_dir, "states/fed", "dev", 0)
     )
     before = torch.cat([torch.arange(length) for length in stored["row_offsets"][:9].diff().tolist()])
     count = int(stored["row_offsets"][8])
@@ -126,36 +118,28 @@ def flip_last_byte(path: Path) -> None:
 
 
 def empty_train(path: Path) -> None:
-    """No responses in any training shard of the features and labels."""
-    for file in path.parents[2].rglob("train-*.safetensors"):
+    """No responses in any training shard of labels."""
+    for file in path.parent.glob("train-*.safetensors"):
         empty = {name: tensor[: name == "row_offsets"].clone() for name, tensor in load_file(file).items()}
         write_shard(file, save(empty), rows=0, tokens=0)
 
 
 DAMAGES = {
-    "flipped label": ("labels", flip_last_byte, "train-00001.safetensors is corrupted: its sha256"),
-    "flipped state": ("fed", flip_last_byte, "train-00001.safetensors is corrupted: its sha256"),
-    "truncated": ("fed", lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
-    "no sidecar": ("fed", lambda path: sidecar_path(path).unlink(), "train-00001"),
-    "nan": (
-        "fed",
-        lambda path: rewrite(path, hidden=load_file(path)["hidden"].index_fill(0, torch.tensor([50]), torch.nan)),
-        r"features/fed/train-00001.*hidden of token 50 is NaN",
-    ),
+    "flipped": (flip_last_byte, "train-00001.safetensors is corrupted: its sha256"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "train-00001"),
+    "no sidecar": (lambda path: sidecar_path(path).unlink(), "train-00001"),
     "probability": (
-        "labels",
         lambda path: rewrite(path, acceptance_prob=load_file(path)["acceptance_prob"] + 1),
         r"labels/train-00001.*acceptance_prob of token 0 is outside",
     ),
-    "width": ("fed", lambda path: rewrite(path, hidden=load_file(path)["hidden"][:, :8].contiguous()), "width 8"),
-    "empty": ("fed", empty_train, "no tokens; raise data"),
+    "empty": (empty_train, "no tokens; raise data"),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_broken_features_are_refused_and_named(tmp_path: Path, how: str):
-    (folder, damage, message), data_dir = DAMAGES[how], write_data(tmp_path / "data")
-    damage(data_dir / ("features/fed" if folder == "fed" else folder) / "train-00001.safetensors")
+def test_broken_labels_are_refused_and_named(tmp_path: Path, how: str):
+    (damage, message), data_dir = DAMAGES[how], write_data(tmp_path / "data")
+    damage(data_dir / "labels" / "train-00001.safetensors")
     with pytest.raises(ValueError, match=message):
         list(feature_data(make_config(data_dir, tmp_path)).loader("train"))
 
@@ -216,7 +200,9 @@ def test_sums_are_taken_once_by_the_first_process_and_of_no_shard_that_is_not_re
     monkeypatch.setattr(shards.hashlib, "file_digest", watched)
     train(make_config(data_dir, tmp_path / "run", num_train=40, trainer={"max_epochs": 1}))
     names = [f"{split}-00000.safetensors" for split in ("train", "dev", "test")]
-    assert sorted(read) == sorted(data_dir / folder / name for folder in ("labels", "features/fed") for name in names)
+    shards_read = [data_dir / folder / name for folder in ("labels", "states/fed") for name in names]
+    shards_read += [data_dir / "rows" / f"{Path(name).stem}.parquet" for name in names]
+    assert sorted(read) == sorted(shards_read)
     monkeypatch.setattr(rank_zero_only, "rank", 1)  # the first of several processes takes the sums
     flip_last_byte(read[0])
     feature_data(make_config(data_dir, tmp_path / "run"))
@@ -236,75 +222,6 @@ def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
         loaders = data.first_shard(), data.first_tokens(200), data.loader("train")
         results.append([[batch["fed"].token.tolist() for batch in loader] for loader in loaders])
     assert results[0] == results[1]
-
-
-@pytest.fixture(scope="module")
-def draft() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(llama(vocab_size=40, intermediate_size=24, num_hidden_layers=1)).eval()
-
-
-def rows() -> dict[str, list[Row]]:
-    """Of two responses."""
-    generator, made = torch.Generator().manual_seed(1), {"fed": list[Row](), "drawn": list[Row]()}
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(0, 40, (count,), generator=generator).tolist()
-
-    for length in (5, 9):
-        numbers = {name: torch.rand(length, generator=generator) for name in ("acceptance_prob", "entropy")}
-        numbers["token"] = torch.tensor(ids(length), dtype=torch.int32)
-        drafted = (torch.rand(length, generator=generator) > 0.3).nonzero().squeeze(-1)
-        texts = ids(4), ids(length)
-        for timing, positions in (("fed", drafted), ("drawn", torch.arange(length))):
-            of_drafted = {name: value[positions] for name, value in numbers.items()}
-            made[timing].append(Row(of_drafted, positions, torch.tensor([len(positions)]), None, *texts))
-    return made
-
-
-@pytest.mark.parametrize("response", [0, 1])
-def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(draft, response: int):
-    made = rows()
-    row, fed = made["fed"][response], DraftFeatures(draft)(made, torch.device("cpu"))["fed"]
-    mixed = list(row.response_ids)
-    for position, token in zip(row.drafted.tolist(), row.numbers["token"].tolist(), strict=True):
-        mixed[position] = token
-    states = fed.hidden.split(fed.row_lengths.tolist())[response]
-    expected = hidden_states(draft, [row.prompt_ids + mixed], [len(row.prompt_ids)])[row.drafted]
-    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_the_mixed_sequence_of_rows_on_a_gpu(draft):
-    with FakeDevices():
-        row = rows()["fed"][0]
-        moved = row._replace(drafted=row.drafted.to("cuda:0"), numbers={"token": row.numbers["token"].to("cuda:0")})
-        assert _mixed(moved) == _mixed(row)
-
-
-def test_drawn_states_are_those_that_the_tokens_were_drawn_from(draft):
-    made = rows()
-    drawn = DraftFeatures(draft)(made, torch.device("cpu"))["drawn"]
-    row, numbers = made["drawn"][0], made["drawn"][0].numbers
-    expected = hidden_states(draft, [row.prompt_ids + row.response_ids[:-1]], [len(row.prompt_ids) - 1])
-    torch.testing.assert_close(drawn.hidden[:5], expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(drawn.token[:5], numbers["token"].long())
-    assert torch.equal(drawn.acceptance_prob[:5], numbers["acceptance_prob"])
-    assert torch.equal(drawn.scalars["entropy"][:5], numbers["entropy"])
-    empty = {timing: [of_timing[0].without_tokens()] for timing, of_timing in made.items()}
-    features = DraftFeatures(draft)(empty, torch.device("cpu"))["fed"]
-    assert (features.hidden.shape, len(features.token), len(features.row_lengths)) == ((0, 16), 0, 0)
-
-
-def test_the_frozen_draft_is_no_part_of_the_module_whose_checkpoint_may_have_removed_settings(draft):
-    facts = {"hidden_size": 16, "provenance": {}}
-    settings = {"depths": [1], "timings": ["fed"], "scalars": [False], "a_removed_setting": True}
-    sweep = Sweep(settings, facts, draft=DraftFeatures(draft))
-    theirs = {tensor.data_ptr() for tensor in draft.parameters()}
-    assert not theirs & {tensor.data_ptr() for tensor in sweep.state_dict().values()}
-    assert not theirs & {tensor.data_ptr() for tensor in sweep.parameters()}
-    loss = sweep.logits(sweep.by_shape[0], sweep.on_after_batch_transfer(rows(), 0)).sum()
-    loss.backward()
-    assert all(parameter.grad is None for parameter in draft.parameters())
 
 
 def test_data_of_an_earlier_version_gives_logit_q_of_the_token_with_a_warning_and_refuses_prefix_heads(

@@ -21,7 +21,7 @@ from heads.training.stack import HeadStack
 from heads.training.start import Moments
 from heads.training.sweep import Sweep
 from store.shards import read_sidecar, write_shard
-from tests.toys.made_up import feature_data, make_config
+from tests.toys.made_up import feature_data, make_config, set_keys
 
 DRAWN = {"timings": ("drawn",), "scalars": (True,), "reject_weights": (1.0, 6.0, 12.0)}
 
@@ -97,10 +97,11 @@ def test_specdec_s_own_heads_keep_the_paper_s_recipe(data_dir: Path, tmp_path: P
 def scaled(data_dir: Path, directory: Path, factor: float) -> Path:
     """The data with hidden states times a factor."""
     shutil.copytree(data_dir, directory)
-    for path in directory.glob("features/*/*.safetensors"):
+    for path in directory.glob("states/*/*.safetensors"):
         sidecar = read_sidecar(path, keys=("rows", "tokens"))
         states = load_file(path)["hidden"] * factor
         write_shard(path, save({"hidden": states}), rows=sidecar["rows"], tokens=sidecar["tokens"])
+    set_keys(directory)
     return directory
 
 

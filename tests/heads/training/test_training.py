@@ -18,17 +18,14 @@ from safetensors.torch import load_file, save
 from torch.nn.functional import binary_cross_entropy
 
 import heads
-from configs.schema import Config
-from data_gen.pipeline import stages
-from data_gen.pipeline.command import make
+from configs.schema import Config, HeadsConfig
 from heads import AcceptanceHead, train_heads
-from heads.batches.module import FeatureData
 from heads.command import load_sweep
 from heads.training.command import build, settled, train
 from heads.training.trainer import trainer_arguments
 from store.shards import shard_path, write_shard
 from tests.heads.conftest import Run
-from tests.toys.made_up import feature_data, make_config, write_data
+from tests.toys.made_up import feature_data, make_config, set_keys, write_data
 
 
 def test_a_run_writes_tables_metrics_plots_and_logs_and_ends_with_a_verdict(trained: Run):
@@ -119,7 +116,7 @@ def test_a_sweep_overfits_what_can_be_known(data_dir: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_candidate_head_learns_the_target_s_probability_of_the_token(data_dir: Path, tmp_path: Path):
-    """Of one set of features with a drawn-time head, whose label is another one: each is close to its own."""
+    """Of the states of a drawn-time head, whose label is another one: each is close to its own."""
     settings = {"scalars": (True,), "depths": (0, 1), "reject_weights": (1.0,), "learning_rate": 0.03}
     settings |= {"timings": ("drawn", "candidate"), "trainer": {"max_epochs": 40}}
     config = make_config(data_dir, tmp_path / "run", **settings)
@@ -136,6 +133,7 @@ def test_labels_without_a_number_that_a_head_learns_and_a_loss_that_is_not_finit
         tensors = load_file(path)
         tensors.pop("target_prob")
         write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
+    set_keys(data)
     small = {"depths": (0,), "trainer": {"max_epochs": 1}}
     train(make_config(data, tmp_path / "drawn", timings=("drawn",), **small))
     with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `acceptance-heads data` again"):
@@ -156,6 +154,7 @@ def test_the_metrics_of_a_split_are_the_means_of_those_of_its_sets(tmp_path: Pat
         sink, sets = io.BytesIO(), ["large" if row % 4 else "small" for row in range(num)]
         pq.write_table(pa.table({"set": sets}), sink)
         write_shard(shard_path(data, "rows", split, 0), sink.getvalue(), rows=num, tokens=0)
+    set_keys(data)
     manifest = json.loads((data / "manifest.json").read_text())
     (data / "manifest.json").write_text(json.dumps(manifest | {"prompts": ["small", "large"]}))
     results = train(make_config(data, tmp_path / "run", trainer={"max_epochs": 1}, timings=("fed", "drawn")))
@@ -185,7 +184,7 @@ def test_train_heads_takes_a_directory_with_data_or_a_config_and_calls_callbacks
     data = Path(shutil.copytree(data_dir, tmp_path / "data"))
     manifest = json.loads((data / "manifest.json").read_text())
     split = {name: {"prompts": num} for name, num in (("train", 64), ("dev", 24), ("test", 8))}
-    extended = manifest | {"split": split, "split_weights": [8, 1, 1], "features": ["fed", "drawn"]}
+    extended = manifest | {"split": split, "split_weights": [8, 1, 1]}
     (data / "manifest.json").write_text(json.dumps(extended))
     callback = CountEpochs()
     settings = {"depths": (0,), "embeddings": (False,), "learning_rate": 0.1}
@@ -258,38 +257,14 @@ def test_nothing_is_printed_if_everything_is_given_or_by_other_processes(data_di
             settled(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
 
 
-def test_features_follow_from_what_heads_read(tmp_path: Path):
-    for timings, specdec, features in (
+def test_heads_read_the_states_of_their_timings():
+    for timings, specdec, states in (
         (("drawn",), False, ("drawn",)),
         (("prefix", "candidate"), False, ("drawn",)),
         (("drawn",), True, ("fed", "drawn")),
         (("fed",), False, ("fed",)),
     ):
-        config = make_config(tmp_path, tmp_path, timings=timings, specdec=specdec)
-        data = replace(config.data, features=None)
-        assert stages.with_features(data, config.heads).features == features
-        assert stages.with_features(data, replace(config.heads, features="online")).features == ()
-    (tmp_path / "manifest.json").write_text(json.dumps({"features": ["fed", "drawn"]}))
-    assert stages.with_features(data, config.heads).features == ("fed", "drawn"), (
-        "a directory keeps what it was made with"
-    )
-
-
-def test_features_that_lack_what_heads_read_are_refused_before_data_is_made(data_dir, tmp_path, monkeypatch):
-    config = make_config(tmp_path / "data", tmp_path, timings=("drawn",), specdec=True)
-    for given, complaint in (
-        (("fed",), r"\[fed\], but heads\.timings \[drawn\] .* needs drawn features; remove data\.features"),
-        (("drawn",), r"\[drawn\], but .* with heads\.specdec: true needs fed features; .* choose other heads"),
-    ):
-        data = replace(config.data, features=given)
-        with pytest.raises(ValueError, match=complaint):
-            make(replace(config, data=data))
-        assert not (tmp_path / "data" / "manifest.json").exists()
-        assert stages.with_features(data, replace(config.heads, features="online")).features == given
-    with_manifest(data_dir, monkeypatch, "heads.batches.module")["features"] = ["fed"]
-    config = make_config(data_dir, tmp_path, timings=("drawn",))
-    with pytest.raises(ValueError, match=r"made with fed features, .* need drawn features; .* without data\.features"):
-        FeatureData(config.data, config.heads, pair=config.pair)
+        assert HeadsConfig(timings=timings, specdec=specdec).state_timings == states
 
 
 def test_training_needs_no_prompts(data_dir, tmp_path):

@@ -138,11 +138,11 @@ def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair
 
 def labels(pair: Pair, sampling: Sampling, exchanges: list[Exchange], distributions) -> dict[str, torch.Tensor]:
     """Labels by the target in this process, or by given distributions, for the same Y."""
-    how = {"vocab_size": pair.vocab_size, "batch_size": 16, "chunk_mb": 64, "feature_dtype": torch.float32}
+    how = {"vocab_size": pair.vocab_size, "batch_size": 16, "chunk_mb": 64}
     target = pair.target if distributions is None else None
     labeller = Labeller(draft=pair.draft, target=target, sampling=sampling, **how)
     inputs = {"uniform": uniforms(1, sum(len(exchange.response_ids) for exchange in exchanges))}
     inputs |= {} if distributions is None else dict(zip(("p_ids", "p_probs"), distributions, strict=True))
-    labelled = labeller.label(exchanges, inputs, with_hidden=False, progress=lambda count: None)
+    labelled = labeller.label(exchanges, inputs, progress=lambda count: None)
     assert not labelled.broken
     return labelled.columns

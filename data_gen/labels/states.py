@@ -1,0 +1,158 @@
+"""Hidden states of the draft, computed from rows and labels alone (laws 4.6 and 4.8b): one forward of the draft per
+response and timing, and never the target's.
+
+    drawn    the state that q_i came from, over prompt + X_<i
+    fed      the state after Z_i was fed, over prompt + Z_<=i
+
+The states of a feature draft are those along its drafts (`data_gen.labels.chains`). It reads the target's states, so
+the target runs once over each response; it generates and labels nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from data_gen.labels.branches import check_branches
+from data_gen.labels.laws import mixed
+from data_gen.labels.rollout import Rollouts, rollouts_of
+from lm import FeatureDraft
+from lm.features.dspark import DSpark
+from lm.forwards import hidden_states
+
+DRAFTS_AT_ONCE = 128
+"""Limits the attention mask of one forward."""
+StateTiming = Literal["fed", "drawn"]
+
+
+class Text(NamedTuple):
+    """One response and the labels that its hidden states depend on."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    draft_ids: Int[Tensor, " token"]
+    """The drafted token Y of each position; of a feature draft, those of all its drafts, draft after draft."""
+    is_drafted: Bool[Tensor, " token"]
+    """Whether Z_i came from Y."""
+    draft_lengths: Int[Tensor, " draft"]
+    """Tokens of each draft of a feature draft."""
+
+
+class StateSource(Protocol):
+    """Computes hidden states of a draft."""
+
+    def __call__(self, texts: Sequence[Text], timing: StateTiming) -> Float[Tensor, "token hidden"]:
+        """The states of every label of some texts, text after text, on the draft's device."""
+
+
+class DraftStates:
+    """States of a draft that is a complete model: all texts share a forward."""
+
+    def __init__(self, draft: PreTrainedModel, *, layer: int | None = None) -> None:
+        """`layer`: the number of layers after which states are taken; None: all, and the final norm."""
+        self._draft = draft.eval().requires_grad_(False)
+        self._layer = layer
+
+    def __call__(self, texts: Sequence[Text], timing: StateTiming) -> Float[Tensor, "token hidden"]:
+        """`StateSource`'s states, of one batch."""
+        if timing == "fed":
+            # after token i was fed the state is at token i itself, one position later than the state that gave q_i
+            sequences = [text.prompt_ids + _mixed_ids(text) for text in texts]
+            starts = [len(text.prompt_ids) for text in texts]
+        else:
+            sequences = [text.prompt_ids + text.response_ids[:-1] for text in texts]
+            starts = [len(text.prompt_ids) - 1 for text in texts]
+        return hidden_states(self._draft, sequences, starts, layer=self._layer)
+
+
+def _mixed_ids(text: Text) -> list[int]:
+    """The mixed sequence Z of a response."""
+    response_ids = torch.tensor(text.response_ids)
+    return mixed(response_ids, text.draft_ids.long(), ~text.is_drafted).tolist()  # type: ignore[no-any-return]
+
+
+class RolloutStates:
+    """States along the drafts of a feature draft, which are fed their labelled tokens."""
+
+    def __init__(self, draft: FeatureDraft, target: PreTrainedModel, *, draft_every: int) -> None:
+        """`draft_every`: distance between the starts of two drafts, as the data has it."""
+        self._draft = draft
+        self._target = target
+        self._draft_every = draft_every
+
+    @torch.inference_mode()
+    def __call__(self, texts: Sequence[Text], timing: StateTiming) -> Float[Tensor, "token hidden"]:
+        """`StateSource`'s states, of one text after the other. ValueError for fed-time states of whole blocks."""
+        return torch.cat([self._of_text(text, is_fed=timing == "fed") for text in texts])
+
+    def _of_text(self, text: Text, *, is_fed: bool) -> Float[Tensor, "token hidden"]:
+        num_prompt = len(text.prompt_ids)
+        longest = int(text.draft_lengths.max()) if len(text.draft_lengths) else 0
+        ids = read_ids(self._draft, text.prompt_ids, text.response_ids)
+        check_branches(self._target, len(ids) + longest, num_prompt=num_prompt)
+        rollouts = rollouts_of(self._target, self._draft, ids)
+        if is_fed and longest >= rollouts.max_length:
+            raise ValueError(
+                f"the data has drafts of {longest} tokens, all of a block, and no state follows a block's last token; "
+                f"remove fed from heads.timings, or make data with data.draft_length at most {longest - 1}"
+            )
+        positions = torch.arange(first_position(self._draft), len(text.response_ids), self._draft_every)
+        begins = begins_of(self._draft, positions, num_prompt)
+        ends = text.draft_lengths.cumsum(0)
+        states = torch.empty(len(text.draft_ids), self._draft.hidden_size, dtype=self._draft.dtype)
+        states = states.to(self._draft.device)
+        for group in torch.arange(len(begins)).split(DRAFTS_AT_ONCE):
+            lengths = text.draft_lengths[group]
+            tokens_of = _Drafts(text.draft_ids, ends[group] - lengths, lengths)
+            self._follow(rollouts, begins[group], tokens_of, states, is_fed=is_fed)
+        return states
+
+    @staticmethod
+    def _follow(rollouts: Rollouts, begins: Tensor, drafts: "_Drafts", states: Tensor, *, is_fed: bool) -> None:
+        """Write the states along some drafts of a text, step by step, to the rows of their tokens."""
+        state = rollouts.begin(begins)
+        alive = torch.arange(len(begins))
+        for index in range(int(drafts.lengths.max())):
+            tokens = drafts.firsts[alive] + index
+            continues = drafts.lengths[alive] > index + 1
+            is_feeding = torch.ones_like(continues) if is_fed else continues
+            fed = torch.zeros_like(state)
+            if is_feeding.any():
+                fed_ids = drafts.draft_ids[tokens][is_feeding].long()
+                fed[is_feeding.to(fed.device)] = rollouts.feed(fed_ids, alive[is_feeding])
+            states[tokens.to(states.device)] = fed if is_fed else state
+            alive = alive[continues]
+            state = fed[continues.to(fed.device)]
+
+
+class _Drafts(NamedTuple):
+    """Some drafts of a text."""
+
+    draft_ids: Int[Tensor, " token"]
+    """The tokens of every draft of the text."""
+    firsts: Int[Tensor, " draft"]
+    """Where each draft begins among them."""
+    lengths: Int[Tensor, " draft"]
+
+
+def read_ids(draft: FeatureDraft, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
+    """The part of a text that both models read before drafts branch off: no draft begins after its last token."""
+    ids = prompt_ids + response_ids
+    return ids[: max(len(ids) - 1, 1 + draft.lag)]
+
+
+def first_position(draft: FeatureDraft) -> int:
+    """The position in a response at which the first draft begins. DSpark was not trained on blocks that begin at a
+    prompt's last token, and decoding makes none.
+    """
+    return int(isinstance(draft, DSpark))
+
+
+def begins_of(draft: FeatureDraft, positions: Int[Tensor, " draft"], num_prompt: int) -> Int[Tensor, " draft"]:
+    """The numbers of committed tokens at which drafts begin. A prompt of one token has no state of the target's for
+    EAGLE to begin with: its first draft begins one token later.
+    """
+    return (positions + num_prompt).clamp(min=1 + draft.lag)
