@@ -201,8 +201,7 @@ def check(config: Experiment) -> object:
 
 @runs("data_gen.official:import_")
 def import_data(config: Experiment, *, file: str, split: str = "train") -> object:
-    """Import the official SpecDec++ JSON as one split of rows and labels. Run it once per split, then
-    train.
+    """Import the official SpecDec++ JSON as one split of rows and labels. Run it once per split, then train.
 
     Args:
         file: the JSON, such as data/alpaca_data/train.json of the official code.

@@ -59,6 +59,11 @@ def export(
     if format == "sts":
         return [_export_sts(config, root)]
     sweep = _sweep_of(run, checkpoint)
+    if sweep.config.layer is not None:
+        raise ValueError(
+            f"heads.layer is {sweep.config.layer}, so these heads only compare layers (tables.md): decoding reads the "
+            "draft's last hidden state; train with heads.layer null to export"
+        )
     results = _results_of(sweep, run, checkpoint=checkpoint)
     names = _names(head, sweep.specs, results=results, metric=metric)
     # in `all`, training has just printed the verdict

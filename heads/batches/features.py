@@ -156,7 +156,10 @@ class FeatureShard:
 
     def texts(self, start: int, stop: int) -> list[Text]:
         """What the hidden states of the responses start … stop - 1 are computed from."""
-        return LabelBlock.read(self.labels, (), start, stop).texts(_texts(self.rows).slice(start, stop - start))
+        return LabelBlock.read(self.labels, (), start, stop).texts(self._rows(start, stop))
+
+    def _rows(self, start: int, stop: int) -> pa.Table:
+        return _texts(self.rows, self.rows.stat().st_mtime_ns).slice(start, stop - start)
 
     def read(self, start: int, stop: int, *, has_states: bool = True) -> dict[StateTiming, list[Row]]:
         """Timing of hidden states -> the rows of the responses start … stop - 1, with states or what they are computed
@@ -165,7 +168,7 @@ class FeatureShard:
         block = LabelBlock.read(self.labels, ("acceptance_prob", *self.columns), start, stop)
         texts: Sequence[Text | None] = [None] * len(block.bounds)
         if has_states and None in self.states.values():
-            texts = block.texts(_texts(self.rows).slice(start, stop - start))
+            texts = block.texts(self._rows(start, stop))
         result = {}
         for timing, path in self.states.items():
             rows = [self._row(block, response, timing)._replace(text=text) for response, text in enumerate(texts)]
@@ -192,7 +195,7 @@ class FeatureShard:
 
 
 @lru_cache(16)
-def _texts(path: Path) -> pa.Table:
+def _texts(path: Path, _mtime_ns: int) -> pa.Table:
     return read_rows(path, ("prompt_ids", "response_ids"))
 
 

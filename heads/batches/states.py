@@ -77,11 +77,14 @@ class States:
         return None if self.is_online else self.folder(timing) / labels.name
 
     def key(self, shard: FeatureShard) -> dict[str, Any]:
-        """What the states of a shard depend on besides timing and layer, which their folder names."""
+        """What the states of a shard depend on besides timing and layer, which their folder names. The rows have every
+        token that a draft reads, but for those of a feature draft's drafts, which only the labels have.
+        """
         draft = self.manifest["draft"]
+        of_labels = read_sidecar(shard.labels)["sha256"] if self.manifest.get("draft_length") else None
         return {
             "rows_sha256": read_sidecar(shard.rows)["sha256"],
-            "labels_sha256": read_sidecar(shard.labels)["sha256"],
+            "labels_sha256": of_labels,
             "draft": {name: draft[name] for name in _OF_DRAFT if draft.get(name)} | {"dtype": self.pair.draft.dtype},
             "dtype": self.heads.state_dtype,
         }
@@ -139,11 +142,12 @@ class States:
 
     def _forget_damaged(self, shards: Sequence[FeatureShard]) -> None:
         """Delete the sidecars of damaged shards of the cache, so that they are computed again."""
-        check = partial(check_numbers, columns=(), width=int(self.manifest["draft"]["hidden_size"]))
+        width = int(self.manifest["draft"]["hidden_size"])
+        check = partial(check_numbers, columns=(), width=width)
         for timing in self.heads.state_timings:
             missing = self._missing(shards, timing)
             paths = [self.folder(timing) / shard.labels.name for shard in shards if shard not in missing]
-            for path, problem in broken_shards(paths, command="train", check=check):
+            for path, problem in broken_shards(paths, command="train", check=check, fact=f"finite {width}"):
                 print(f"warning: {problem.partition(';')[0]}; computing it again", file=sys.stderr)
                 sidecar_path(path).unlink()
 

@@ -71,12 +71,10 @@ def write_features(
 
 
 def set_keys(directory: Path) -> None:
-    """Let the cached states be those of the rows and labels that are there now."""
+    """Let the cached states be those of the rows that are there now."""
     for path in directory.glob("states/*/*.safetensors"):
-        suffixes = {"rows": "parquet", "labels": "safetensors"}
-        shards = {name: directory / name / f"{path.stem}.{suffix}" for name, suffix in suffixes.items()}
-        key = {f"{name}_sha256": read_sidecar(shard)["sha256"] for name, shard in shards.items()}
-        key |= {"draft": {"dtype": "auto"}, "dtype": "bfloat16"}
+        rows = read_sidecar(directory / "rows" / f"{path.stem}.parquet")["sha256"]
+        key = {"rows_sha256": rows, "labels_sha256": None, "draft": {"dtype": "auto"}, "dtype": "bfloat16"}
         sidecar_path(path).write_text(json.dumps(read_sidecar(path) | {"key": key}))
 
 

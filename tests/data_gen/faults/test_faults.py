@@ -29,6 +29,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies import FixedLength
 from evaluation.traces.recording import trace
+from heads.batches.module import FeatureData
 from heads.command import export
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
@@ -64,11 +65,23 @@ def _sequential(config: Config, whole: Path) -> None:
     make(replace(config, data=replace(config.data, mode="sequential")))
 
 
+def _states(config: Config, whole: Path) -> None:
+    """Fill the cache of hidden states beside the rows and labels of the undisturbed run."""
+    for path in sorted(whole.glob("data/[!s.]*"), key=lambda path: path.name == "manifest.json"):
+        for file in [path] if path.is_file() else sorted(path.iterdir()):
+            link = Path(config.data.dir, file.relative_to(whole / "data"))
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                os.link(file, link)
+    FeatureData(config.data, config.heads, pair=config.pair).setup()
+
+
 _SHARDS = ("rows/*", "labels/*", "errors.jsonl")
 _TRACES = ("trace/*/rows/*", "trace/*/signals/*", "trace/errors.jsonl")
 STAGES = {
     "data": Stage("data", lambda config, whole: make(config), "data", _SHARDS),
     "sequential": Stage("sequential", _sequential, "data", _SHARDS),
+    "states": Stage("states", _states, "data", ("rows/*", "labels/*", "states/**/*")),
     "training": Stage("training", _train, "heads", ("val_metrics.json", "tables.md")),
     "export": Stage("export", _export, "heads", ("exported/**/*",)),
     "trace": Stage("trace", lambda config, whole: trace(config), "decode", _TRACES),

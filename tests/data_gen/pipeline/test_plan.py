@@ -87,7 +87,8 @@ def test_each_shipped_experiment_fits_its_gpus_and_the_table_of_the_page_is_what
     stage = max(needs, key=lambda stage: round(needs[stage], 1), default="")
     cells = (name, config.pair.gpus or "none", f"{totals['rows']:,}", f"{totals['response_tokens']:,}")
     memory_gb = f"{needs[stage]:,.1f}" if stage else "not estimated"
-    line = " | ".join((*cells, f"{totals['disk_bytes'] / GB:,.1f}", stage, memory_gb))
+    sizes = [f"{totals[name] / GB:,.2f}" for name in ("disk_bytes", "state_bytes")]
+    line = " | ".join((*cells, *sizes, stage, memory_gb))
     assert f"| {line} |\n" in (ROOT / "docs" / "large-models.md").read_text()
 
 

@@ -133,7 +133,6 @@ def test_labels_without_a_number_that_a_head_learns_and_a_loss_that_is_not_finit
         tensors = load_file(path)
         tensors.pop("target_prob")
         write_shard(path, save(tensors), rows=len(tensors["row_offsets"]) - 1, tokens=len(tensors["token"]))
-    set_keys(data)
     small = {"depths": (0,), "trainer": {"max_epochs": 1}}
     train(make_config(data, tmp_path / "drawn", timings=("drawn",), **small))
     with pytest.raises(ValueError, match=r"no tensor 'target_prob'; delete .* and run `acceptance-heads data` again"):
