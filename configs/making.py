@@ -114,7 +114,8 @@ def export(
 
     Raises:
         FileNotFoundError: no checkpoint.
-        ValueError: a checkpoint of another run, no such head or metric, heads worse than their signal, or not linear.
+        ValueError: a checkpoint of another run, no such head or metric, heads of an inner layer, worse than their
+            signal, or not linear.
     """
 
 

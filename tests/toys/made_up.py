@@ -80,7 +80,7 @@ def set_keys(directory: Path) -> None:
 
 def write_manifest(directory: Path) -> None:
     """What `data_gen` says about data, as far as heads read it."""
-    model = {"revision": None, "commit": None, "weights": None, "dtype": "float32", "hidden_size": HIDDEN}
+    model = {"revision": None, "commit": None, "weights": None, "dtype": "auto", "hidden_size": HIDDEN}
     manifest = {
         "target": {"name": "made-up/target", **model},
         "draft": {"name": "made-up/draft", **model},

@@ -128,7 +128,7 @@ def test_every_token_has_the_labels_and_states_of_its_own_draft_also_where_half_
 
 def test_drafts_that_are_made_one_by_one_are_the_same_and_no_row_is_a_shard_of_none(monkeypatch):
     together = labelled("eagle")
-    monkeypatch.setattr("data_gen.labels.chains._DRAFTS_AT_ONCE", 1)
+    monkeypatch.setattr("data_gen.labels.chains.DRAFTS_AT_ONCE", 1)
     apart = labelled("eagle")
     assert apart.lengths == together.lengths
     assert all(torch.allclose(apart.columns[name], values, atol=1e-6) for name, values in together.columns.items())

@@ -31,7 +31,7 @@ from store import facts, shards
 from store.facts import FileFacts
 from store.lock import LOCK, only_writer
 from store.shards import broken_shards, check_sums, clean_partial, shard_path, sidecar_path, write_shard
-from tests.data_gen.on_disk import files_of, flip, with_data
+from tests.data_gen.on_disk import files_of, flip, hidden_states_of, with_data
 from tests.data_gen.processes import at_once, meanwhile
 
 
@@ -138,11 +138,15 @@ def test_a_flipped_byte_is_named_and_its_shard_made_again_byte_for_byte(toy_conf
 
 
 def test_check_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_2(made, tmp_path, capsys):
+    hidden_states_of(made, "train", "fed")
+    cached = Path(made.data.dir, "states", "fed", "train-00001.safetensors")
+    capsys.readouterr()
     check(made)
     said = capsys.readouterr()
     assert "5 shards intact" in said.out
     assert said.out.endswith(" are intact.\n")
     broken = break_shards(made)
+    flip(cached)
     shard_path(made.data.dir, "labels", "train", 0).unlink()
     sidecar_path(shard_path(made.data.dir, "labels", "train", 1)).write_text("{")
     lost = shard_path(made.data.dir, "rows", "test", 1)
@@ -155,13 +159,15 @@ def test_check_names_every_broken_shard_changes_nothing_and_ends_with_exit_code_
     with pytest.raises(SystemExit, match="2"):
         main(["check", "--config", str(path)])
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].startswith("error: 7 shards in ")
+    assert said.err.splitlines()[-1].startswith("error: 8 shards in ")
     assert "are damaged or missing" in said.err.splitlines()[-1]
     for path in broken:
         assert f"{path} is corrupted: its sha256 differs from its sidecar's; delete it" in said.out
-    assert "fed/train-00000.safetensors is missing" in said.out
-    assert "fed/train-00001.safetensors.json: invalid JSON" in said.out
-    assert said.out.count("train-00002") == 4
+    remedy = "delete it and that, and run `acceptance-heads train` again"
+    assert f"{cached} is corrupted: its sha256 differs from its sidecar's; {remedy}" in said.out
+    assert "labels/train-00000.safetensors is missing" in said.out
+    assert "labels/train-00001.safetensors.json: invalid JSON" in said.out
+    assert said.out.count("train-00002") == 2
     assert f"{lost} is missing or incomplete" in said.out
     assert files_of(made.data.dir) == before
 
