@@ -110,6 +110,30 @@ def test_a_second_timing_another_layer_and_another_dtype_need_no_forward_of_the_
     assert folders == {"drawn", "fed", "drawn-layer1", "fed-layer1"}
 
 
+def test_fed_states_are_those_after_each_token_of_the_mixed_sequence(config: Config):
+    """In a batch, where shorter texts are padded, and alone."""
+    draft = LlamaForCausalLM.from_pretrained(config.pair.draft.path)
+    prompt, expected = [2, 40], []
+    for mixed in ([41, 50, 43, 44], [45, 60]):
+        expected.append(draft.model(torch.tensor([prompt + mixed])).last_hidden_state[0, 2:].detach())
+    ends = torch.tensor([4]), torch.tensor([2])
+    texts = [
+        Text(
+            prompt, [41, 42, 43, 44], torch.tensor([41, 50, 51, 52]), torch.tensor([True, True, False, False]), ends[0]
+        ),
+        Text(prompt, [45, 46], torch.tensor([47, 60]), torch.tensor([False, True]), ends[1]),
+    ]
+    torch.testing.assert_close(DraftStates(draft)(texts, "fed"), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_drawn_states_are_those_that_the_tokens_were_drawn_from(config: Config):
+    draft = LlamaForCausalLM.from_pretrained(config.pair.draft.path)
+    texts = [Text([2, 40], [41, 42], torch.tensor([50, 51]), torch.tensor([True, True]), torch.tensor([2]))]
+    states = DraftStates(draft)(texts, "drawn")
+    logits = draft(torch.tensor([[2, 40, 41]])).logits[0, 1:].detach()
+    torch.testing.assert_close(draft.lm_head(states).detach(), logits, rtol=1e-5, atol=1e-5)
+
+
 def test_states_of_a_layer_are_those_after_it_and_heads_that_read_them_are_not_exported(config: Config):
     texts = [
         Text([2, 40], [41, 42, 43], torch.tensor([41, 50, 43]), torch.tensor([False, True, True]), torch.tensor([3]))
