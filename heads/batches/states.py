@@ -101,7 +101,7 @@ class States:
         return _source(self.pair, layer=self.heads.layer, draft_every=self.manifest.get("draft_every") or 1)
 
     def on(self, device: torch.device) -> "States":
-        """The same states, with models on this device unless the config places them."""
+        """The same states, with models on this device unless the config names one."""
         target, draft = (_placed(source, device) for source in (self.pair.target, self.pair.draft))
         return replace(self, pair=replace(self.pair, target=target, draft=draft))
 
