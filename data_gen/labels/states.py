@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.branches import check_branches
 from data_gen.labels.laws import mixed
-from data_gen.labels.rollout import Rollouts, rollouts_of
+from data_gen.labels.rollout import rollouts_of
 from lm import FeatureDraft
 from lm.features.dspark import DSpark
 from lm.forwards import hidden_states
@@ -106,36 +106,22 @@ class RolloutStates:
         states = states.to(self._draft.device)
         for group in torch.arange(len(begins)).split(DRAFTS_AT_ONCE):
             lengths = text.draft_lengths[group]
-            tokens_of = _Drafts(text.draft_ids, ends[group] - lengths, lengths)
-            self._follow(rollouts, begins[group], tokens_of, states, is_fed=is_fed)
+            # [draft, step]: rows of `states`; those beyond a draft's length are not used
+            tokens = (ends[group] - lengths)[:, None] + torch.arange(longest)
+            state = rollouts.begin(begins[group])
+            alive = torch.arange(len(group))
+            for step in range(int(lengths.max())):
+                at = tokens[alive, step]
+                continues = lengths[alive] > step + 1
+                is_feeding = torch.ones_like(continues) if is_fed else continues
+                fed = torch.zeros_like(state)
+                if is_feeding.any():
+                    fed_ids = text.draft_ids[at][is_feeding].long()
+                    fed[is_feeding.to(fed.device)] = rollouts.feed(fed_ids, alive[is_feeding])
+                states[at.to(states.device)] = fed if is_fed else state
+                alive = alive[continues]
+                state = fed[continues.to(fed.device)]
         return states
-
-    @staticmethod
-    def _follow(rollouts: Rollouts, begins: Tensor, drafts: "_Drafts", states: Tensor, *, is_fed: bool) -> None:
-        """Write the states along some drafts of a text, step by step, to the rows of their tokens."""
-        state = rollouts.begin(begins)
-        alive = torch.arange(len(begins))
-        for index in range(int(drafts.lengths.max())):
-            tokens = drafts.firsts[alive] + index
-            continues = drafts.lengths[alive] > index + 1
-            is_feeding = torch.ones_like(continues) if is_fed else continues
-            fed = torch.zeros_like(state)
-            if is_feeding.any():
-                fed_ids = drafts.draft_ids[tokens][is_feeding].long()
-                fed[is_feeding.to(fed.device)] = rollouts.feed(fed_ids, alive[is_feeding])
-            states[tokens.to(states.device)] = fed if is_fed else state
-            alive = alive[continues]
-            state = fed[continues.to(fed.device)]
-
-
-class _Drafts(NamedTuple):
-    """Some drafts of a text."""
-
-    draft_ids: Int[Tensor, " token"]
-    """The tokens of every draft of the text."""
-    firsts: Int[Tensor, " draft"]
-    """Where each draft begins among them."""
-    lengths: Int[Tensor, " draft"]
 
 
 def read_ids(draft: FeatureDraft, prompt_ids: list[int], response_ids: list[int]) -> list[int]:

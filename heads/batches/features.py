@@ -15,7 +15,6 @@ Alpaca their KL on dev rose from 0.374 to 0.382 at 1,024 responses and from 0.35
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -83,40 +82,36 @@ class Row(NamedTuple):
         return self._replace(numbers=numbers, drafted=self.drafted[:0], row_lengths=self.row_lengths[:0])
 
 
-class LabelBlock(NamedTuple):
-    """The labels of some consecutive responses of a shard."""
+class LabelBlock:
+    """The labels of some consecutive responses of a shard.
 
-    numbers: dict[str, Tensor]
-    """The token and some columns, [tokens]."""
-    is_drafted: Bool[Tensor, " tokens"]
-    bounds: list[tuple[int, int]]
-    """Where the tokens of each response start and end in these columns."""
-    draft_lengths: list[Int[Tensor, " drafts"]]
-    """Of each response: tokens of its drafts; one draft, unless the draft is a feature draft."""
-    first: int
-    """Where these columns begin in those of the shard."""
+    Worked example: row_offsets (0, 5, 9) and draft_lengths (2, 3, 4) are two responses with drafts (2, 3) and (4).
 
-    @classmethod
-    def read(cls, path: Path, columns: Sequence[str], start: int, stop: int) -> "LabelBlock":
-        """The responses start … stop - 1; ValueError if the file lacks a tensor.
+    Attributes:
+        numbers: the token and some columns, [tokens].
+        is_drafted: [tokens].
+        bounds: where the tokens of each response start and end in these columns.
+        draft_lengths: of each response, tokens of its drafts; one draft, unless the draft is a feature draft.
+        first: where these columns begin in those of the shard.
+    """
 
-        Worked example: row_offsets (0, 5, 9) and draft_lengths (2, 3, 4) are two responses with drafts (2, 3) and (4).
-        """
+    def __init__(self, path: Path, columns: Sequence[str], *, start: int, stop: int) -> None:
+        """Read the responses start … stop - 1; ValueError if the file lacks a tensor."""
         names = ("token", *columns)
         with _opened(path, "row_offsets", "is_drafted", *names) as file:
             every = file.get_tensor("row_offsets")
             offsets = every[start : stop + 1]
-            first = int(offsets[0])
+            self.first = int(offsets[0])
             last = int(offsets[-1])
-            numbers = {name: _column(file, name, first, last) for name in names}
-            is_drafted = file.get_slice("is_drafted")[first:last]
+            self.numbers = {name: _column(file, name, self.first, last) for name in names}
+            self.is_drafted: Bool[Tensor, " tokens"] = file.get_slice("is_drafted")[self.first : last]
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
             lengths = file.get_tensor("draft_lengths") if has_drafts else every.diff()
         ends = lengths.cumsum(0)
         # the drafts of a response are those that end within it
         cuts = torch.searchsorted(ends, offsets, right=True).tolist()
-        draft_lengths = [lengths[a:b] for a, b in pairwise(cuts)]
-        return cls(numbers, is_drafted, list(pairwise((offsets - first).tolist())), draft_lengths, first)
+        self.draft_lengths: list[Int[Tensor, " drafts"]] = [lengths[a:b] for a, b in pairwise(cuts)]
+        self.bounds: list[tuple[int, int]] = list(pairwise((offsets - self.first).tolist()))
 
     def drafted(self, response: int, timing: str) -> Int[Tensor, " tokens"]:
         """The positions of a response that heads of this timing are trained on."""
@@ -135,18 +130,31 @@ class LabelBlock(NamedTuple):
         return texts
 
 
-@dataclass(frozen=True)
 class FeatureShard:
     """The labels and hidden states of one shard, in mapped files that passed `check_sums` and `check_numbers`."""
 
-    labels: Path
-    rows: Path
-    states: Mapping[StateTiming, Path | None]
-    """Timing of hidden states -> their file; None: they are computed for each batch, from texts."""
-    columns: Sequence[str]
-    """The numbers to read beside the token and acceptance_prob."""
-    draft_starts: tuple[int, int] | None = None
-    """(response index of a feature draft's first draft, distance to the next), else (0, 1); None: no `POSITION`."""
+    def __init__(
+        self,
+        labels: Path,
+        rows: Path,
+        *,
+        states: Mapping[StateTiming, Path | None],
+        columns: Sequence[str] = (),
+        draft_starts: tuple[int, int] | None = None,
+    ) -> None:
+        """Args:
+        labels: their file.
+        rows: the file of rows, with the texts that hidden states are computed from.
+        states: timing of hidden states -> their file; None: they are computed for each batch.
+        columns: the numbers to read beside the token and acceptance_prob.
+        draft_starts: (response index of a feature draft's first draft, distance to the next), else (0, 1); None: no
+            `POSITION`.
+        """
+        self.labels = labels
+        self.rows = rows
+        self.states = states
+        self.columns = columns
+        self.draft_starts = draft_starts
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -156,7 +164,7 @@ class FeatureShard:
 
     def texts(self, start: int, stop: int) -> list[Text]:
         """What the hidden states of the responses start … stop - 1 are computed from."""
-        return LabelBlock.read(self.labels, (), start, stop).texts(self._rows(start, stop))
+        return LabelBlock(self.labels, (), start=start, stop=stop).texts(self._rows(start, stop))
 
     def _rows(self, start: int, stop: int) -> pa.Table:
         return _texts(self.rows, self.rows.stat().st_mtime_ns).slice(start, stop - start)
@@ -165,7 +173,7 @@ class FeatureShard:
         """Timing of hidden states -> the rows of the responses start … stop - 1, with states or what they are computed
         from, or without (`has_states`); ValueError if a file lacks a tensor.
         """
-        block = LabelBlock.read(self.labels, ("acceptance_prob", *self.columns), start, stop)
+        block = LabelBlock(self.labels, ("acceptance_prob", *self.columns), start=start, stop=stop)
         texts: Sequence[Text | None] = [None] * len(block.bounds)
         if has_states and None in self.states.values():
             texts = block.texts(self._rows(start, stop))

@@ -59,7 +59,7 @@ class FeatureData(pl.LightningDataModule):
         stored = (name for name in self.scalars if name != POSITION)
         self.columns = (*stored, *(LABELS[timing] for timing in timings if LABELS[timing] != "acceptance_prob"))
         self.manifest = read_manifest(data.dir, keys=("target", "draft", "sampling", "prompts"))
-        self._states = States(pair=pair, data=data, heads=heads, manifest=self.manifest)
+        self._states = States(pair, data, heads=heads, manifest=self.manifest)
         self._is_ready = False
         _check_manifest(self.manifest, data, pair=pair)
         self.hidden_size = int(self.manifest["draft"]["hidden_size"])
@@ -87,7 +87,7 @@ class FeatureData(pl.LightningDataModule):
             return
         share = Share(0, 1)
         if self.trainer:
-            self._states = self._states.on(self.trainer.strategy.root_device)
+            self._states.use(self.trainer.strategy.root_device)
             share = Share(self.trainer.global_rank, self.trainer.world_size, launcher="Lightning")
         if not self._states.is_online:
             self._states.fill([shard for of_split in self._shards.values() for shard in of_split], share)
@@ -193,7 +193,7 @@ class FeatureData(pl.LightningDataModule):
         shards, starts = [], self._draft_starts()
         for of_shard in paths:
             states = {timing: self._states.path(of_shard["labels"], timing) for timing in self.timings}
-            shards.append(FeatureShard(of_shard["labels"], of_shard["rows"], states, self.columns, starts))
+            shards.append(FeatureShard(**of_shard, states=states, columns=self.columns, draft_starts=starts))
         if not any(map(sum, (shard.lengths for shard in shards))):
             remedy = f"raise data.num_{split} and make the data again"
             raise ValueError(f"{split} features of {self.data.dir} have no tokens; {remedy}")

@@ -10,7 +10,7 @@ those of `acceptance-heads data` do, so a killed run continues with the shards t
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,20 @@ _OF_DRAFT = ("weights", "commit", "config", "quantization")
 """What identifies a draft in manifest.json."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class States:
     """Hidden states of a directory's responses."""
 
-    pair: PairConfig
-    data: DataConfig
-    heads: HeadsConfig
-    manifest: Manifest
-
-    def __post_init__(self) -> None:
-        if self.heads.layer is not None and released_layout_of(self.pair.draft):
+    def __init__(self, pair: PairConfig, data: DataConfig, *, heads: HeadsConfig, manifest: Manifest) -> None:
+        """`manifest` is that of the data. ValueError for a layer of a feature draft."""
+        if heads.layer is not None and released_layout_of(pair.draft):
             raise ValueError(
-                f"heads.layer is {self.heads.layer}, but pair.draft is a feature draft, which has no other hidden "
-                "states; remove heads.layer"
+                f"heads.layer is {heads.layer}, but pair.draft is a feature draft, which has no other hidden states; "
+                "remove heads.layer"
             )
+        self.pair = pair
+        self.data = data
+        self.heads = heads
+        self.manifest = manifest
 
     @property
     def is_online(self) -> bool:
@@ -100,10 +99,10 @@ class States:
             )
         return _source(self.pair, layer=self.heads.layer, draft_every=self.manifest.get("draft_every") or 1)
 
-    def on(self, device: torch.device) -> "States":
-        """The same states, with models on this device unless the config names one."""
-        target, draft = (_placed(source, device) for source in (self.pair.target, self.pair.draft))
-        return replace(self, pair=replace(self.pair, target=target, draft=draft))
+    def use(self, device: torch.device) -> None:
+        """Load models on this device unless the config names one."""
+        target, draft = (_on(device, source) for source in (self.pair.target, self.pair.draft))
+        self.pair = replace(self.pair, target=target, draft=draft)
 
     def fill(self, shards: Sequence[FeatureShard], share: Share) -> None:
         """Compute the cached states that are missing, stale or damaged in this process's share of some shards, and wait
@@ -212,9 +211,9 @@ class States:
         return with_states(rows, hidden.to(self.dtype))
 
 
-def _placed(source: ModelSource, device: torch.device) -> ModelSource:
-    is_placed = source.device_map is not None or source.tp_plan is not None
-    return source if is_placed else replace(source, device_map=str(device))
+def _on(device: torch.device, source: ModelSource) -> ModelSource:
+    names_device = source.device_map is not None or source.tp_plan is not None
+    return source if names_device else replace(source, device_map=str(device))
 
 
 def _source(pair: PairConfig, *, layer: int | None, draft_every: int) -> StateSource:

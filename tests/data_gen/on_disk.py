@@ -68,9 +68,9 @@ def hidden_states_of(config: Config, split: str, timing: StateTiming) -> list[to
     """The states of each shard of a split, which its cache is filled with."""
     heads = replace(config.heads, timings=(timing,), specdec=False)
     manifest = read_manifest(config.data.dir)
-    states = States(pair=config.pair, data=config.data, heads=heads, manifest=manifest)
+    states = States(config.pair, config.data, heads=heads, manifest=manifest)
     shards = [
-        FeatureShard(labels, rows, {timing: states.path(labels, timing)}, ())
+        FeatureShard(labels, rows, states={timing: states.path(labels, timing)})
         for rows, labels in zip(
             list_shards(config.data.dir, split), list_shards(config.data.dir, split, "labels"), strict=True
         )

@@ -145,7 +145,7 @@ def test_a_shard_has_the_drafts_of_each_row_and_heads_read_them_as_its_parts(kin
     written = to_safetensors(drafts.columns | {"draft_lengths": lengths}, layout)
     assert torch.equal(safetensors.torch.load(written)["target_prob"], drafts.columns["log_p"].float().exp())
     write_shard(path, written, rows=len(EXCHANGES), tokens=layout.num_tokens)
-    shard = FeatureShard(path, path, {"drawn": None, "fed": None}, ("entropy",), draft_starts=starts)
+    shard = FeatureShard(path, path, states={"drawn": None, "fed": None}, columns=("entropy",), draft_starts=starts)
     for timing in ("drawn", "fed"):
         for first, last in ((0, 2), (1, 2)):
             rows = shard.read(first, last, has_states=False)[timing]
