@@ -25,16 +25,16 @@ import pandas as pd
 import torch
 
 from decode.experiment import Experiment
-from decode.loop.decoder import Generation
+from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import family_of
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.families import SPECDEC
+from evaluation.sources.clock import Clocked, clock_generation, clock_in_turns
 from evaluation.table import Table
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.turns import in_turns
 from heads.model.head import AcceptanceHead
 
 LENGTHS = (2, 4, 6, 8, 10, 12, 14)
@@ -129,12 +129,8 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
     return Table("SpecDec++ Table 2: forward times in seconds by regression, clocked", rows)
 
 
-def generations(
-    experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead
-) -> dict[str, list[Generation]]:
-    """Generations of every setting over the prompts, in turns, none ended by an EOS; the first of each decoder is a
-    warm-up.
-    """
+def generations(experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead) -> dict[str, list[Clocked]]:
+    """Generations of every setting over the prompts, in turns, none ended by an EOS."""
     loop, decode = loop_of(experiment), experiment.decode
     of_draft = replace(loop, pair=replace(loop.pair, target=loop.pair.draft))
     decoders = {
@@ -143,24 +139,36 @@ def generations(
         "SpecDec": [loop.decoder(FixedLength(length)) for length in LENGTHS],
         "SpecDec++": [loop.decoder(HeadPolicy(head, threshold)) for threshold in THRESHOLDS],
     }
-    generator = torch.Generator().manual_seed(decode.seed)
-    generated: dict[str, list[Generation]] = {name: [] for name in decoders}
-    for turn, (prompt, order) in enumerate(in_turns(decoders, [prompts[0], *prompts])):
-        length = max(2, round(decode.max_new_tokens * _FRACTIONS[turn % len(_FRACTIONS)]))
-        for name in order:
-            written = [member.generate(prompt, length, generator=generator) for member in decoders[name]]
-            generated[name] += written if turn else []
-    return generated
+
+    def arm_of(decoder: SpeculativeDecoder) -> Callable[[tuple[list[int], int]], Clocked]:
+        def decode_request(request: tuple[list[int], int]) -> Clocked:
+            prompt, limit = request
+            run, _ = clock_generation(decoder, prompt, limit, draws=torch.Generator().manual_seed(decode.seed))
+            return run
+
+        return decode_request
+
+    arms: dict[str, Callable[[tuple[list[int], int]], Clocked]] = {}
+    for name, members in decoders.items():
+        arms |= {f"{name} {number}": arm_of(member) for number, member in enumerate(members)}
+    requests = {}
+    for number, prompt in enumerate(prompts):
+        fraction = _FRACTIONS[number % len(_FRACTIONS)]
+        requests[str(number)] = prompt, max(2, round(decode.max_new_tokens * fraction))
+    runs = clock_in_turns(arms, requests, desc="forward times", warm_up=requests["0"])
+    return {
+        name: [run for number in range(len(members)) for run in runs[f"{name} {number}"]]
+        for name, members in decoders.items()
+    }
 
 
-def regressed(generated: Sequence[Generation]) -> tuple[float, ...]:
+def regressed(generated: Sequence[Clocked]) -> tuple[float, ...]:
     """(seconds of a draft forward, if there are any; of a target forward; R²): least squares over generations without
-    intercept, the rounds that read prompts left out.
+    intercept, the rounds that read prompts left out. The seconds are those of drafts and verifications.
     """
-    rounds = [generation.rounds[1:] for generation in generated]
-    num_drafts = [sum(round_.counts.num_draft_forwards for round_ in of) for of in rounds]
-    forwards = np.column_stack([num_drafts, list(map(len, rounds))]).astype(float)
-    seconds = np.array([sum(round_.draft_s + round_.target_s for round_ in of) for of in rounds])
+    later = [run.later for run in generated if run.later is not None]
+    forwards = np.array([(run.counts.num_draft_forwards, run.counts.num_target) for run in later], dtype=float)
+    seconds = np.array([run.drafting_s + run.verifying_s for run in later])
     counted = forwards[:, forwards.any(0)]
     times, *_ = np.linalg.lstsq(counted, seconds, rcond=None)
     residual = seconds - counted @ times

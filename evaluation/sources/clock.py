@@ -69,11 +69,16 @@ def clock_generation(
         rounds.append(round_)
     generation = Generation.of(rounds)
     whole_s = perf_counter() - started_s
-    later = _clocked_of(rounds[1:], whole_s - first_token_s, 0.0)
-    return replace(_clocked_of(rounds, whole_s, first_token_s), later=later), generation
+    return clocked_of(rounds, whole_s=whole_s, first_token_s=first_token_s), generation
 
 
-def _clocked_of(rounds: Sequence[Round], whole_s: float, first_token_s: float) -> Clocked:
+def clocked_of(rounds: Sequence[Round], *, whole_s: float, first_token_s: float) -> Clocked:
+    """A generation of these rounds that took `whole_s`, and `first_token_s` until its first token."""
+    later = _sums_of(rounds[1:], whole_s - first_token_s, 0.0)
+    return replace(_sums_of(rounds, whole_s, first_token_s), later=later)
+
+
+def _sums_of(rounds: Sequence[Round], whole_s: float, first_token_s: float) -> Clocked:
     lengths = np.bincount([len(round_.drafted) for round_ in rounds], minlength=1)
     return Clocked(
         counts=Generation.of(rounds).counts,

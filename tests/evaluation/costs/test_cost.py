@@ -22,6 +22,7 @@ from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop, _rounds, costs_of, time_rounds, timed_lengths
 from evaluation.costs.stability import SKIP, SMALLEST_SHARE, stable
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
+from evaluation.sources.clock import clocked_of
 from evaluation.times import LARGEST_ERROR, StopShares, Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.replay import replay_settings
@@ -150,7 +151,8 @@ def test_a_curve_is_found_at_every_length_beside_noise_and_a_changing_pace(targe
 
 
 def test_regression_finds_both_times_with_r2_1_where_they_are_exact():
-    assert regressed(generations(0.02, 0.1)) == pytest.approx((0.02, 0.1, 1.0))
+    runs = [clocked_of(generation.rounds, whole_s=99.0, first_token_s=9.0) for generation in generations(0.02, 0.1)]
+    assert regressed(runs) == pytest.approx((0.02, 0.1, 1.0))
 
 
 def test_another_ratio_keeps_the_target_and_a_head_costs_its_share_of_the_draft():
