@@ -232,6 +232,7 @@ def arguments_of(
     """
     parser, kinds, has_config = parser_for(command, trainer=trainer), get_type_hints(command), takes_config(command)
     argv = ["--help" if argument == "--help.all" else argument for argument in argv]
+    argv = _appending(argv, [name for name, kind in kinds.items() if kind == Sequence[str]])
     try:
         parsed = parser.parse_args(argv)
     except ArgumentError as error:
@@ -254,6 +255,18 @@ def arguments_of(
     if not has_config:
         return [], flags
     return [replace(config_of(parser, parsed), arguments=_settings_in(argv))], flags
+
+
+def _appending(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """`--policy a --policy b` as the parser takes it, for flags that may be repeated; a whole list stays as it is."""
+    arguments = list(argv)
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if not equals:
+            value = "".join(argv[index + 1 : index + 2])
+        if flag.removeprefix("--") in names and not value.startswith("["):
+            arguments[index] = argument.replace(flag, f"{flag}+", 1)
+    return arguments
 
 
 def _settings_in(argv: Iterable[str]) -> tuple[str, ...]:

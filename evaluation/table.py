@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from evaluation.gain import Gain
@@ -21,7 +22,7 @@ class Table(NamedTuple):
 
     title: str
     rows: Sequence[Mapping[str, Any]]
-    """Column -> cell; a cell may be in rich's markup, for bold."""
+    """Column -> cell."""
     note: str = ""
     """Below the table."""
     names: int = 1
@@ -40,11 +41,11 @@ class Table(NamedTuple):
 
     def table(self) -> RichTable:
         """The table as it prints; cells that are too wide fold."""
-        table = RichTable(title=self.title, caption=self.note or None, caption_justify="left")
+        table = RichTable(title=escape(self.title), caption=escape(self.note) or None, caption_justify="left")
         for index, heading in enumerate(self.columns):
-            table.add_column(heading, justify="left" if index < self.names else "right", overflow="fold")
+            table.add_column(escape(heading), justify="left" if index < self.names else "right", overflow="fold")
         for number, cells in enumerate(self.cells):
-            table.add_row(*cells, style="bold" if self.marks.get(number) == "best" else None)
+            table.add_row(*map(escape, cells), style="bold" if self.marks.get(number) == "best" else None)
         return table
 
     def print(self, width: int = 190) -> None:

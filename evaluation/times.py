@@ -3,6 +3,9 @@
     T = (t_draft + t_stop) * num_draft_forwards + sum over rounds of t_target(k)       k: tokens drafted in the round
     throughput = N / T                        speed-up over the target alone = throughput * t_target(0)
 
+Times are two curves, which batches use as they are (law 4.13): a draft step of n sequences, and a verification of m
+tokens. For one sequence t_draft is the first at 1, and t_target(k) is the second at 1 + k.
+
 A hierarchy pays t_micro + t_stop for each forward of the level below its draft, too.
 
 t_stop is what a policy's signals and heads add to a draft step; it depends on the policy's `stop_kind` alone. With
@@ -17,13 +20,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import hypot
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from decode.policies.base import JOINT
-from decode.policies.batch import Curve
+from decode.policies.batch import BatchCosts, Curve
 from evaluation.gain import Throughput
 from evaluation.played import Array, Played
 from evaluation.regression import least_absolute
@@ -36,8 +39,8 @@ LARGEST_ERROR = 0.1
 """Times with a larger relative error are measured again: an error of a tenth of a draft step moves a gain by up to five
 points, more than policies differ by.
 """
-
-
+LINE = ("t_draft_s", "t_target_s", "t_verify_s", "t_start_s")
+"""The parameters of `decode.policies.auto.Auto` that are times."""
 _NUM_SAMPLES = 100
 """Draws of the errors of times."""
 
@@ -73,10 +76,10 @@ NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
 class Times:
     """Times of one pair on one machine."""
 
-    t_draft_s: float
-    """Seconds of one draft step of a fixed length."""
-    t_target_s: tuple[float, ...]
-    """Seconds of one verification of k = 0, 1, … drafted tokens; beyond the last k as the last."""
+    draft: Curve
+    """Seconds of one draft step of a fixed length, by the number of sequences."""
+    target: Curve
+    """Seconds of one verification by the number of tokens that it reads, those drafted and one more per sequence."""
     origin: str = "given"
     """given, measured, fitted, or a ratio."""
     t_stop_s: Mapping[str, float] = field(default_factory=dict)
@@ -88,37 +91,32 @@ class Times:
     t_micro_s: float = 0.0
     """Seconds of one forward of the level below the draft, in a hierarchy."""
 
-    def __post_init__(self) -> None:
-        for name, values in (("t_draft_s", (self.t_draft_s,)), ("t_target_s", self.t_target_s)):
-            if not values or not all(0 < value < float("inf") for value in values):
-                raise ValueError(f"{name} is {values}; a time is a positive number of seconds")
-
     @classmethod
-    def constant(
-        cls, t_draft_s: float, t_target_s: float, origin: str = "given", elsewhere: StopShares = NO_STOPS
-    ) -> "Times":
-        """Verification that costs the same however many tokens it verifies; stops have their shares of t_draft."""
-        t_stop_s = {kind: share * t_draft_s for kind, share in elsewhere.of.items()}
-        return cls(t_draft_s, (t_target_s,), origin, t_stop_s, elsewhere.origin, elsewhere)
+    def with_shares(cls, draft: Curve, target: Curve, origin: str, shares: StopShares) -> "Times":
+        """Times whose stops have these shares of a draft step, here and at other ratios."""
+        step_s = float(draft(1))
+        t_stop_s = {kind: share * step_s for kind, share in shares.of.items()}
+        return cls(draft, target, origin, t_stop_s, shares.origin, shares)
 
-    @classmethod
-    def of_curve(
-        cls, t_draft_s: float, target: Curve, max_draft_length: int, origin: str = "given", *, shares: StopShares
-    ) -> "Times":
-        """Verification by the number of tokens that it reads: t_target(k) is the curve at 1 + k."""
-        target_s = [float(target(1 + k)) for k in range(max_draft_length + 1)]
-        flat = cls.constant(t_draft_s, target_s[0], origin, shares)
-        return flat if len(set(target_s)) == 1 else replace(flat, t_target_s=tuple(target_s))
+    @cached_property
+    def t_draft_s(self) -> float:
+        """Seconds of one draft step of one sequence."""
+        return float(self.draft(1))
+
+    @cached_property
+    def alone_s(self) -> float:
+        """t_target(0): seconds of a target forward without a draft."""
+        return float(self.target(1))
 
     @property
     def is_flat(self) -> bool:
         """Whether verifying drafted tokens takes no time beyond a plain target forward."""
-        return len(set(self.t_target_s)) == 1
+        return len(set(self.target.seconds)) == 1
 
     @property
     def ratio(self) -> float:
         """t_target(0) / t_draft."""
-        return self.t_target_s[0] / self.t_draft_s
+        return self.alone_s / self.t_draft_s
 
     @property
     def title(self) -> str:
@@ -162,19 +160,21 @@ class Times:
     def with_ratio(self, ratio: float) -> "Times":
         """Other hardware: this target's time, constant in k, and a draft that is `ratio` times faster."""
         check_ratio(ratio)
-        return self.constant(self.t_target_s[0] / ratio, self.t_target_s[0], f"ratio {ratio:g}", self.elsewhere)
+        draft = Curve.line(self.alone_s / ratio)
+        return self.with_shares(draft, Curve.line(self.alone_s), f"ratio {ratio:g}", self.elsewhere)
 
     def at_ratios(self, ratios: Iterable[float]) -> "list[Times]":
         """These times and those at other ratios, except where they are the same."""
         return [self, *(other for other in map(self.with_ratio, ratios) if not self._has_times_of(other))]
 
     def _has_times_of(self, other: "Times") -> bool:
+        """Whether two sets of times, of which the other is flat, are the same."""
         kinds = self.t_stop_s.keys() | other.t_stop_s.keys()
         times, others = (
-            [cost.t_draft_s, *cost.t_target_s, *(cost.t_stop_s.get(kind, 0.0) for kind in kinds)]
-            for cost in (self, other)
+            [times.t_draft_s, times.alone_s, *(times.t_stop_s.get(kind, 0.0) for kind in kinds)]
+            for times in (self, other)
         )
-        return len(times) == len(others) and np.allclose(times, others, rtol=1e-9, atol=0.0)
+        return self.is_flat and np.allclose(times, others, rtol=1e-9, atol=0.0)
 
     def stop_s(self, kind: str) -> float:
         """t_stop of a kind; where it was not measured as a whole, the sum of its parts."""
@@ -182,7 +182,11 @@ class Times:
 
     def target_s(self, length: Int[Array, "..."]) -> Float[Array, "..."]:
         """t_target(k) of k drafted tokens."""
-        return np.asarray(self.t_target_s)[np.minimum(length, len(self.t_target_s) - 1)]
+        return np.asarray(self.target(1 + length))
+
+    def costs(self, stop_kind: str) -> BatchCosts:
+        """The curves of law 4.13 for policies of one kind of stop, which is part of a draft step."""
+        return BatchCosts(self.draft.plus(self.stop_s(stop_kind)), self.target)
 
     def throughput(self, replayed: Played) -> Throughput:
         """Tokens and seconds of every setting on every prompt."""
@@ -218,42 +222,37 @@ class Times:
     def sampled(self, generator: np.random.Generator) -> "Times":
         """These times with errors drawn from their distributions; stops stay at least 0."""
         errors = self.errors
-        draft_s = self.t_draft_s * float(np.exp(errors.drafting * generator.standard_normal()))
-        verifying = np.zeros(len(self.t_target_s))
-        verifying[: len(errors.verifying)] = errors.verifying
-        target_s = np.asarray(self.t_target_s) * np.exp(verifying * generator.standard_normal(len(verifying)))
+        pace = float(np.exp(errors.drafting * generator.standard_normal()))
+        num_points = len(self.target.seconds)
+        verifying = np.zeros(num_points)
+        verifying[: len(errors.verifying)] = errors.verifying[:num_points]
+        target_s = np.array(self.target.seconds) * np.exp(verifying * generator.standard_normal(num_points))
         stops_s = {}
         for kind, seconds in self.t_stop_s.items():
             error_s = self.t_draft_s * errors.stopping.get(kind, 0.0)
             stops_s[kind] = max(0.0, seconds + error_s * float(generator.standard_normal()))
-        return replace(self, t_draft_s=draft_s, t_target_s=tuple(target_s.tolist()), t_stop_s=stops_s)
+        draft = replace(self.draft, seconds=tuple(pace * seconds for seconds in self.draft.seconds))
+        target = replace(self.target, seconds=tuple(target_s.tolist()))
+        return replace(self, draft=draft, target=target, t_stop_s=stops_s)
 
-    def line(self, stop_kind: str = "", *, has_blocks: bool = False) -> "LinearCosts":
-        """The line that is closest to t_target(k) for k >= 1, in absolute deviations weighted by 1 / k, since short
-        drafts are more frequent; neither part of it below 0. The stop is part of a draft step, which is paid once a
-        round with `has_blocks`.
+    def line(self, stop_kind: str, longest: int, *, has_blocks: bool = False) -> dict[str, Any]:
+        """Times as law 4.11 sees them, t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0): the line that
+        is closest to t_target(k) for 1 <= k <= longest, in absolute deviations weighted by 1 / k, since short drafts
+        are more frequent; neither part of it below 0. t_draft_s includes the stop; with `has_blocks` it is 0, and both
+        are part of t_start_s, since they are paid once a round.
         """
-        alone, *longer = self.t_target_s
-        start = max(0.0, longer[0] - alone) if longer else 0.0
-        slope = 0.0
-        if len(longer) > 1:
-            lengths = np.arange(1, len(longer) + 1)
-            extra_s = np.maximum(0.0, np.array(longer) - alone)
-            columns = np.column_stack([1 / lengths, np.ones(len(lengths))])
-            start, slope = least_absolute(columns, extra_s / lengths).tolist()
+        lengths = np.arange(1, longest + 1)
+        extra_s = np.maximum(0.0, self.target_s(lengths) - self.alone_s)
+        start_s = float(extra_s[0])
+        slope_s = 0.0
+        if longest > 1:
+            columns = np.column_stack([1 / lengths, np.ones(longest)])
+            start_s, slope_s = least_absolute(columns, extra_s / lengths).tolist()
         step_s = self.t_draft_s + self.stop_s(stop_kind)
-        draft_s, start = (0.0, start + step_s) if has_blocks else (step_s, start)
-        return LinearCosts(draft_s, alone, slope, start)
-
-
-class LinearCosts(NamedTuple):
-    """Times as law 4.11 sees them: t_target(k) = t_target_s + (t_start_s + t_verify_s k where k > 0)."""
-
-    t_draft_s: float
-    """t_draft + t_stop; 0 of blocks, where both are part of t_start_s."""
-    t_target_s: float
-    t_verify_s: float
-    t_start_s: float
+        if has_blocks:
+            start_s += step_s
+            step_s = 0.0
+        return dict(zip(LINE, (step_s, self.alone_s, slope_s, start_s), strict=True))
 
 
 def check_ratio(ratio: float) -> None:

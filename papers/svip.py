@@ -41,6 +41,7 @@ from decode.drafters.trees import SHAPES, Shape
 from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, Heuristic, Policy
+from decode.policies.batch import Curve
 from decode.policies.registry import RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
@@ -88,7 +89,7 @@ def svip_tables(experiment: Experiment) -> list[Table]:
         for name, policy in methods.items():
             speeds[name] |= by_category(trace.test, policy, times, dataset)
             tokens_per_s = {k: times.tokens_per_s(replay_settings(cut, policy))[0] for k, cut in cuts.items()}
-            cells = {k: f"{speed * times.t_target_s[0]:.2f}" for k, speed in tokens_per_s.items()}
+            cells = {k: f"{speed * times.alone_s:.2f}" for k, speed in tokens_per_s.items()}
             by_length.append({"Methods": f"{prefix}{name}"} | cells)
     first, second = (1, 6) if experiment.sampling.is_greedy else (5, 2)
     figures = f"replayed on test, predicted at {times.title}; h = {threshold:g} ({why})"
@@ -112,7 +113,7 @@ def by_category(trace: Trace, policy: Policy, times: Times, dataset: str) -> dic
     """Predicted speed-ups over the target alone by category of the prompts; a dataset without categories is one."""
     played = replay_settings(trace, policy)
     (tokens,), (seconds,) = played.counts.num_emitted, times.time_s(played)
-    alone = Throughput(tokens, tokens * times.t_target_s[0])
+    alone = Throughput(tokens, tokens * times.alone_s)
     return speed_ups(Throughput(tokens, seconds), alone, [row.category or dataset for row in trace.rows])
 
 
@@ -273,8 +274,7 @@ def times_of(decoded: Sequence[Decoded]) -> Times:
         lambda later: [later.counts.num_target, later.counts.num_drafted],
     )
     alone_s = max(draft_s + target_s, _SMALLEST_S)
-    longest = max(member.played.lengths.shape[-1] for member in decoded)
-    return Times(max(step_s, _SMALLEST_S), tuple(alone_s + node_s * k for k in range(longest)), "fitted")
+    return Times(Curve.line(max(step_s, _SMALLEST_S)), Curve.line(alone_s, node_s), "fitted")
 
 
 def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[str]) -> Iterator[dict[str, str]]:

@@ -2,10 +2,9 @@
 in DIR/batch_costs.jsonl for `evaluation evaluate --batch`.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
@@ -14,46 +13,23 @@ from evaluation.times import MEASURED, RECORDED, Times
 from store.json_files import KeyedStore
 
 
-class BatchTimes(NamedTuple):
-    """Times of batches: of one sequence, with what a verified token takes."""
-
-    times: Times
-    verify_share: float | None = None
-    """Seconds that each further verified token takes, over those of a draft step; None: they were measured."""
-    measured: BatchCosts | None = None
-    """Curves of the batched loop without stops; None: t_target(k) of one sequence is used as t_target(tokens)."""
-
-    def curves(self, stop_kind: str) -> BatchCosts:
-        """The curves of law 4.13 for policies of one kind of stop; only measured draft steps depend on the number of
-        sequences.
-        """
-        times, stop_s = self.times, self.times.stop_s(stop_kind)
-        if self.measured is not None:
-            return BatchCosts(self.measured.draft.plus(stop_s), self.measured.target)
-        draft, seconds = Curve.line(times.t_draft_s + stop_s), times.t_target_s
-        if self.verify_share is not None:
-            return BatchCosts(draft, Curve.line(seconds[0], self.verify_share * times.t_draft_s))
-        return BatchCosts(draft, Curve(tuple(float(k) for k in range(1, len(seconds) + 1)), seconds))
-
-    @property
-    def title(self) -> str:
-        """Name of the setup in titles of tables."""
-        if self.verify_share is not None:
-            return f"{self.times.title}; a verified token costs {self.verify_share:g} t_draft"
-        return f"{self.times.title}; curves of {'one sequence' if self.measured is None else 'batches'}"
-
-
 def setups_of(
-    every_times: Sequence[Times], verify_shares: Sequence[float], measured: BatchCosts | None = None
-) -> list[BatchTimes]:
-    """All times with every share of a verified token; measured or recorded times once, with the curves if there are
-    any.
+    every_times: Iterable[Times], verify_shares: Sequence[float], measured: BatchCosts | None = None
+) -> list[tuple[Times, float | None]]:
+    """Times of batches, each with what a further verified token takes over a draft step: all times with every share;
+    measured or recorded times, and those of a target's curve, once with None: with the `measured` curves if there are
+    any, else with that of one sequence.
     """
-    setups: list[BatchTimes] = []
+    setups: list[tuple[Times, float | None]] = []
     for times in every_times:
-        has_curves = times.origin in (MEASURED, RECORDED) or not times.is_flat
-        setups += [BatchTimes(times, None, measured)] * has_curves
-        setups += [BatchTimes(times, share) for share in verify_shares if not has_curves]
+        if times.origin not in (MEASURED, RECORDED) and times.is_flat:
+            for share in verify_shares:
+                target = Curve.line(times.alone_s, share * times.t_draft_s)
+                setups.append((replace(times, target=target), share))
+        elif measured is None:
+            setups.append((times, None))
+        else:
+            setups.append((replace(times, draft=measured.draft, target=measured.target), None))
     return setups
 
 

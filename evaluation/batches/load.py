@@ -45,7 +45,9 @@ class Load(NamedTuple):
     def throughput(self, costs: BatchCosts) -> BatchThroughput:
         step_s = costs.draft(np.arange(int(self.steps.max(initial=0)) + 1))
         step_s[0] = 0.0
-        seconds = step_s[self.steps].sum(1) + costs.target(self.num_tokens)
+        # a round whose only sequence reads its prompt verifies nothing
+        target_s = np.where(self.num_tokens > 0, costs.target(self.num_tokens), 0.0)
+        seconds = step_s[self.steps].sum(1) + target_s
         clock = np.append(0.0, seconds.cumsum())
         request_s = float((clock[self.ends] - clock[self.begins]).mean())
         return BatchThroughput(int(self.emitted.sum()) / float(clock[-1]), request_s)

@@ -8,7 +8,7 @@ since) is measured and added, as a share of the draft step of its own cycle. Tim
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,37 +79,37 @@ def verdict_of(times: Mapping[str, Any]) -> str:
     return f"{sentence}.{cheap if ratio < _WORTHWHILE else ''}"
 
 
-def costs_for(experiment: Experiment, ratio: float | None = None, *, policy: Policy | None = None) -> Times:
+def costs_for(experiment: Experiment, ratio: float | None = None, *, policies: Sequence[Policy] | None = None) -> Times:
     """Times that the YAML gives (ValueError for one of the two alone), or else those of this machine; with what the
     stops of all its policies cost.
 
     Args:
         experiment: the models, policies and settings.
         ratio: t_target / t_draft of other hardware, instead of that of these times; ValueError unless positive.
-        policy: the stop of this one alone counts, and nothing is measured: where no times are known, a second is a
+        policies: the stops of these alone count, and nothing is measured: where no times are known, a second is a
             target forward, at this ratio or the first of decode.ratios; ValueError where neither is given.
     """
     decode, store = experiment.decode, kept_costs(experiment.directory)
     target = _given_target(decode)
     if ratio is not None:
         check_ratio(ratio)
-    policies = policies_by_kind(experiment.heads.values()) if policy is None else policies_by_kind((), [policy])
+    every = policies_by_kind(experiment.heads.values()) if policies is None else policies_by_kind((), policies)
     if decode.t_draft_s is not None and target is not None:
-        shares = shares_of(experiment, policies, {})
-        times = Times.of_curve(decode.t_draft_s, target, decode.max_draft_length, shares=shares)
-    elif policy is None and not decode.as_recorded:
-        times = _times_from(times_of(experiment, policies), experiment, policies)
+        shares = shares_of(experiment, every, {})
+        times = Times.with_shares(Curve.line(decode.t_draft_s), target, "given", shares)
+    elif policies is None and not decode.as_recorded:
+        times = _times_from(times_of(experiment, every), experiment, every)
     elif (entry := recorded(store, experiment) if decode.as_recorded else store.get(key_of(experiment))) is not None:
-        times = _times_from(entry | ({"origin": RECORDED} if decode.as_recorded else {}), experiment, policies)
-    elif policy is None or (ratio is None and not decode.ratios):
+        times = _times_from(entry | ({"origin": RECORDED} if decode.as_recorded else {}), experiment, every)
+    elif policies is None or (ratio is None and not decode.ratios):
         raise ValueError(
             f"{store.path} has no times of this loop; run `acceptance-heads costs`, or give "
-            f"{'' if policy is None else '--ratio 5, or '}decode.t_draft_s and decode.t_target_s"
+            f"{'' if policies is None else '--ratio 5, or '}decode.t_draft_s and decode.t_target_s"
         )
     else:
         first = decode.ratios[0] if ratio is None else ratio
         origin = f"ratio {first:g}, nothing measured: a second is a target forward"
-        return Times.constant(1 / first, 1.0, origin, shares_of(experiment, policies, {}))
+        return Times.with_shares(Curve.line(1 / first), Curve.line(1.0), origin, shares_of(experiment, every, {}))
     return times if ratio is None else times.with_ratio(ratio)
 
 
@@ -144,7 +144,9 @@ def _times_from(entry: Mapping[str, Any], experiment: Experiment, policies: Mapp
         stop_s |= untimed
         origin = f"this stop not timed: {shares.origin}"
     errors = errors_of(entry)._replace(stopping={kind: error for kind, (_, error) in measured.items()})
-    return Times(step_s, tuple(entry["t_target_s"]), entry["origin"], stop_s, origin, shares, errors)
+    target_s = tuple(entry["t_target_s"])
+    target = Curve(tuple(range(1, len(target_s) + 1)), target_s)
+    return Times(Curve.line(step_s), target, entry["origin"], stop_s, origin, shares, errors)
 
 
 def _stop_shares(entry: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
@@ -203,7 +205,7 @@ def largest_of_stops(stops_: Mapping[str, Stop]) -> dict[str, float]:
 def entry_of(times: Times) -> dict[str, Any]:
     """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
     errors = {"drafting": times.errors.drafting, "verifying": list(times.errors.verifying)}
-    entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.t_target_s), "origin": times.origin}
+    entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.target.seconds), "origin": times.origin}
     return entry | {"errors": errors, "stop_shares": {}}
 
 

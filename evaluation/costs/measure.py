@@ -34,6 +34,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.rounds import Round
 from decode.policies import FixedLength, Policy
+from decode.policies.batch import Curve
 from evaluation.regression import rising
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
@@ -152,7 +153,9 @@ def costs_of(turns: Sequence[Sequence[Round]], max_draft_length: int) -> Times:
         errors = np.maximum(errors, abs(first_s - second_s) / 2)
     relative = (errors / measured_s).tolist()
     t_draft_s, *t_target_s = measured_s.tolist()
-    return Times(t_draft_s, tuple(t_target_s), "measured", errors=TimeErrors(relative[0], tuple(relative[1:])))
+    target = Curve(tuple(range(1, len(t_target_s) + 1)), tuple(t_target_s))
+    errors_ = TimeErrors(relative[0], tuple(relative[1:]))
+    return Times(Curve.line(t_draft_s), target, "measured", errors=errors_)
 
 
 def _rows_of(turn: Sequence[Round]) -> Float[Array, "round 4"]:

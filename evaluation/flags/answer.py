@@ -1,7 +1,7 @@
 """Which settings of an engine are fastest at given times, and by how much: what `flags` prints of its traces."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from decode.policies import FixedLength
@@ -33,65 +33,58 @@ def is_same(one: Result, other: Result) -> bool:
     return (one.competitor.name, one.setting) == (other.competitor.name, other.setting)
 
 
+@dataclass(frozen=True)
 class Answer:
-    """One engine at one set of times.
+    """One engine at one set of times."""
 
-    Attributes:
-        alone: times without speculation.
-        speculating: times with it: what each round pays beyond its draft is part of t_target(k).
-        choices: name -> result; a competitor's name says how the engine drafts, or names our policy. The best fixed
-            length is that of all ways of drafting.
-        flags: the engine at its best setting, or without speculation where that is faster.
-        drafting: how it drafts at its best setting; None where no speculation is faster.
-        line: to paste.
-        short_of_hindsight: how much slower the flags are than the best setting on test, as a fraction of its speed.
-    """
+    engine: Engine
+    traces: Traces
+    alone: Times
+    """Without speculation."""
+    speculating: Times
+    """With it: what each round pays beyond its draft is part of t_target(k)."""
+    choices: Mapping[str, Result]
+    """By name; a competitor's name says how the engine drafts, or names our policy."""
+    short_of_hindsight: float
+    """How much slower the flags are than the best setting on test, as a fraction of its speed."""
 
-    def __init__(self, engine: Engine, traces: Traces, times: Times) -> None:
-        extra_s = engine.extra_forwards * times.t_draft_s
-        self.engine, self.traces, self.alone = engine, traces, times
-        self.speculating = replace(times, t_target_s=tuple(seconds + extra_s for seconds in times.t_target_s))
-        default, self._default = next(iter(traces.items()))
-        longest = self._default.dev.max_draft_length
-        alone = replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], self._default)
-        self.choices = fastest_on_dev(alone, times)
-        if engine.default is not None:
-            rule = engine.competitor(DEFAULT, longest, engine.default)
-            self.choices |= fastest_on_dev([self.arm(rule, default)], self.speculating)
-        lengths = make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})
-        self.choices |= fastest_on_dev((self.arm(lengths, drafting) for drafting in traces), self.speculating)
-        arms = [self.arm(engine.competitor(FLAGS, longest), drafting) for drafting in traces]
-        self.choices |= fastest_on_dev(arms, self.speculating, {FLAGS: self.choices[NONE]})
-        self.flags = self.choices[FLAGS]
-        self.drafting = next((way for way in traces if way.label == self.flags.competitor.name), None)
-        self.line = engine.line(self.flags.setting, self.drafting) if self.drafting else engine.off
-        on_test = [self.choices[NONE].tokens_per_s, *(self.speculating.tokens_per_s(arm.test).max() for arm in arms)]
-        self.short_of_hindsight = 1 - self.flags.tokens_per_s / float(max(on_test))
+    @property
+    def flags(self) -> Result:
+        """The engine at its best setting, or without speculation where that is faster on dev."""
+        return self.choices[FLAGS]
 
-    def arm(self, rule: Competitor, drafting: Drafting) -> Arm:
-        """What the engine does at every setting of a rule, drafting in this way."""
-        [arm] = replay_arms([replace(rule, name=drafting.label)], self.traces[drafting])
-        dev, test = (self.engine.played(trace, rule.settings) for trace in (arm.dev, arm.test))
-        return replace(arm, dev=dev, test=test)
+    @property
+    def drafting(self) -> Drafting | None:
+        """How the engine drafts at its best setting; None where no speculation is faster."""
+        return next((way for way in self.traces if way.label == self.flags.competitor.name), None)
 
-    def add_ours(self, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace]) -> None:
-        """Add the best of our policies without training, and of our heads, on drafts that our loop draws (the trace
-        `drawn`) and, if the engine takes the likeliest tokens, on those too. A head that was trained on other drafts is
-        calibrated to these.
+    @property
+    def line(self) -> str:
+        """To paste."""
+        if self.drafting is None:
+            return self.engine.off
+        return self.engine.line(self.flags.setting, self.drafting)
+
+    @property
+    def by_default(self) -> Splits[Trace]:
+        """The trace of the engine's default way of drafting."""
+        return next(iter(self.traces.values()))
+
+    def with_ours(self, heads: Mapping[str, AcceptanceHead], *, drawn: Splits[Trace] | None = None) -> "Answer":
+        """This answer with the best of our policies without training, and of our heads: on the engine's drafts, and on
+        those that our loop draws, if their trace is given. A head that was trained on other drafts is calibrated to
+        these.
         """
+        every = {"": self.by_default}
+        if drawn is not None and self.by_default.dev.draft_sampling is not None:
+            every[" on drawn drafts"] = drawn
         best: dict[str, Result] = {}
-        is_drawn = self._default.dev.draft_sampling is None
-        for label, traces in {"": self._default, **({} if is_drawn else {" on drawn drafts": drawn})}.items():
-            fitted = {**heads, **calibrated_on(traces.dev, heads)}
-            rivals = [
-                replace(competitor, family=name, name=f"{family(competitor.family).label}{label}")
-                for competitor in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length)
-                for group, name in OURS.items()
-                if GROUPS[group](competitor.family) and competitor.family not in (*BOUNDS, BASELINE)
-            ]
+        for label, traces in every.items():
+            rivals = _ours(heads, traces, label)
             arms = replay_arms(Bar(rivals, desc="replay: our policies", unit="policies"), traces)
             best = fastest_on_dev(arms, self.speculating, best)
-        self.choices |= {name: best[name] for name in OURS.values() if name in best}
+        ours = {name: best[name] for name in OURS.values() if name in best}
+        return replace(self, choices={**self.choices, **ours})
 
     def gains(self, choice: Result) -> dict[str, Gain]:
         """Gains over no speculation, the default and the best fixed length, as far as there are any."""
@@ -155,21 +148,63 @@ class Answer:
         """What the interval of the gain over no speculation does not show, in a sentence."""
         gain = self.flags.over(self.choices[NONE])
         if gain.low is None:
-            return f" {shortage(gain, self._default.test.num_prompts)}."
+            return f" {shortage(gain, self.by_default.test.num_prompts)}."
         return "" if gain.is_above_noise else " This may be noise; raise decode.num_test to settle it."
 
     def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
         """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in
         lockstep (law 4.13).
         """
-        traces = self.traces[self.drafting] if self.drafting else self._default
+        traces = self.traces[self.drafting] if self.drafting else self.by_default
         numbers = range(traces.dev.max_draft_length + 1)
         policy = make_competitor(FLAGS, "fixed_length", {"k": numbers}).policy
-        splits = [(replay_rounds(trace, policy), len(trace.rows)) for trace in traces]
-        return {
-            size: [
-                [load_at(rounds, k, num_rows, size).throughput(curves).tokens_per_s for k in numbers]
-                for rounds, num_rows in splits
-            ]
-            for size in sizes
-        }
+        speeds: dict[int, list[list[float]]] = {size: [] for size in sizes}
+        for trace in traces:
+            num_rows = len(trace.rows)
+            rounds = self.engine.rounds(replay_rounds(trace, policy), num_rows)
+            for size in sizes:
+                loads = (load_at(rounds, k, num_rows, size) for k in numbers)
+                speeds[size].append([load.throughput(curves).tokens_per_s for load in loads])
+        return speeds
+
+
+def answer_of(engine: Engine, traces: Traces, times: Times) -> "Answer":
+    """Replay every setting of an engine, and choose on dev: no speculation, the engine's default, the best fixed length
+    and the best setting, each of all ways of drafting.
+    """
+    extra_s = engine.extra_forwards * times.t_draft_s
+    speculating = replace(times, target=times.target.plus(extra_s))
+    way, default_traces = next(iter(traces.items()))
+    longest = default_traces.dev.max_draft_length
+    choices = fastest_on_dev(replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], default_traces), times)
+    if engine.default is not None:
+        default = arm_of(engine, engine.competitor(DEFAULT, longest, engine.default), way, default_traces)
+        choices |= fastest_on_dev([default], speculating)
+    lengths = make_competitor(FIXED, "fixed_length", {"k": range(1, longest + 1)})
+    fixed = [arm_of(engine, lengths, drafting, splits) for drafting, splits in traces.items()]
+    choices |= fastest_on_dev(fixed, speculating)
+    rule = engine.competitor(FLAGS, longest)
+    arms = [arm_of(engine, rule, drafting, splits) for drafting, splits in traces.items()]
+    choices |= fastest_on_dev(arms, speculating, {FLAGS: choices[NONE]})
+    on_test = [float(speculating.tokens_per_s(arm.test).max()) for arm in arms]
+    short_of_hindsight = 1 - choices[FLAGS].tokens_per_s / max(choices[NONE].tokens_per_s, *on_test)
+    return Answer(engine, traces, times, speculating, choices, short_of_hindsight)
+
+
+def arm_of(engine: Engine, rule: Competitor, drafting: Drafting, traces: Splits[Trace]) -> Arm:
+    """What the engine does at every setting of a rule, drafting in this way."""
+    [arm] = replay_arms([replace(rule, name=drafting.label)], traces)
+    dev, test = (engine.played(trace, rule.settings) for trace in (arm.dev, arm.test))
+    return replace(arm, dev=dev, test=test)
+
+
+def _ours(heads: Mapping[str, AcceptanceHead], traces: Splits[Trace], label: str) -> list[Competitor]:
+    """Our policies on a trace, in the families of `OURS`; their names end with the label."""
+    fitted = {**heads, **calibrated_on(traces.dev, heads)}
+    rivals = []
+    for competitor in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length):
+        for group, name in OURS.items():
+            if GROUPS[group](competitor.family) and competitor.family not in (*BOUNDS, BASELINE):
+                full_name = f"{family(competitor.family).label}{label}"
+                rivals.append(replace(competitor, family=name, name=full_name))
+    return rivals

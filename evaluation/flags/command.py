@@ -16,13 +16,13 @@ from configs.flag_types import EngineName, Milliseconds, Sizes, sizes_of
 from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
-from evaluation.batches.curves import BatchTimes
-from evaluation.flags.answer import Answer, Traces
+from evaluation.flags.answer import Traces, answer_of
 from evaluation.flags.counters import read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine
-from evaluation.flags.times import Given, given_times, times_for
+from evaluation.flags.times import given_times, times_for
 from evaluation.gain import Splits
 from evaluation.table import Table, printing, say, shown
+from evaluation.times import Times
 from evaluation.traces.recording import TraceFolder, trace_folder
 from evaluation.traces.trace import Trace, join_traces
 
@@ -46,6 +46,7 @@ def flags(
     batch: Sizes | None = None,
     from_: str | None = None,
     block: bool = False,
+    drawn: bool = False,
     json: bool = False,
 ) -> None:
     """Run `acceptance-heads flags`; `configs.measuring` documents its flags."""
@@ -55,33 +56,35 @@ def flags(
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
     with printing(json) as publish:
         if from_ is None:
-            document = _from_traces(engine, Experiment(config), given, sizes)
+            document = _from_traces(engine, Experiment(config), given, sizes, has_drawn=drawn)
         else:
             document = _from_counters(engine, read_counters(from_), given, sizes, is_block=block)
         publish({"engine": engine.name, "version": engine.version} | document)
 
 
-def _from_traces(engine: Engine, experiment: Experiment, given: Given | None, sizes: Sequence[int]) -> dict[str, Any]:
+def _from_traces(
+    engine: Engine, experiment: Experiment, given: Times | None, sizes: Sequence[int], *, has_drawn: bool
+) -> dict[str, Any]:
     engine.check(experiment.sampling)
     times = times_for(experiment, engine.name, given)
-    answer = Answer(engine, traces_for(experiment, engine), times)
-    answer.add_ours(experiment.heads, drawn=_complete(experiment, trace_folder(experiment)))
+    answer = answer_of(engine, traces_for(experiment, engine), times)
+    folder = trace_folder(experiment)
+    drawn = _complete(experiment, folder) if has_drawn or folder.is_complete else None
+    answer = answer.with_ours(experiment.heads, drawn=drawn)
     answer.table().print()
     say("\n".join(answer.sentences()))
     print(f"\n  {answer.line}\n")
-    curves = given[0] if given else BatchTimes(times).curves("")
-    batches = print_batches(engine, answer.in_batches(sizes, curves), times.title)
+    batches = print_batches(engine, answer.in_batches(sizes, times.costs("")), times.title)
     return answer.as_dict() | {"costs": asdict(times)} | batches
 
 
 def _from_counters(
-    engine: Engine, counters: Sequence[Any], given: Given | None, sizes: Sequence[int], *, is_block: bool
+    engine: Engine, counters: Sequence[Any], given: Times | None, sizes: Sequence[int], *, is_block: bool
 ) -> dict[str, Any]:
     """The best number of drafted tokens by counters alone."""
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
-    curves, _ = given
-    speed, low, high = speeds(counters, curves, 1, is_block=is_block)
+    speed, low, high = speeds(counters, given, 1, is_block=is_block)
     best, counted = int(speed.argmax()), len(counters[-1])
     rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
     note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
@@ -94,7 +97,7 @@ def _from_counters(
     say(gain if best else "Do not speculate.")
     line = engine.number.format(k=best, all=best + 1) if best else engine.off
     print(f"\n  {line}\n")
-    of_sizes = {size: 2 * [speeds(counters, curves, size, is_block=is_block)[0].tolist()] for size in sizes}
+    of_sizes = {size: 2 * [speeds(counters, given, size, is_block=is_block)[0].tolist()] for size in sizes}
     return {"line": line, "k": best, "speeds": rows} | print_batches(engine, of_sizes, "predicted from counters")
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from scipy.optimize import brentq
 
 from configs.paths import local_path
-from decode.policies.batch import BatchCosts
+from evaluation.times import Times
 
 Array = np.ndarray
 _LONGEST, _LONGEST_RUN, _ITERATIONS = 16, 64, 60
@@ -117,7 +117,7 @@ def _survival_at(rates: Float[Array, " run"], k: int) -> Float[Array, " draft"]:
     return begins @ products[:, :k]  # type: ignore[no-any-return]
 
 
-def speeds(counters: Sequence[Array], curves: BatchCosts, size: int, *, is_block: bool = False) -> Float[Array, "3 k"]:
+def speeds(counters: Sequence[Array], times: Times, size: int, *, is_block: bool = False) -> Float[Array, "3 k"]:
     """Tokens per second by number of drafted tokens, from 0 to 16 or twice those counted: the estimate, and its bracket
     of both assumptions at each counter S_1 … S_K; between two K the estimate goes from one to the other. `size`:
     sequences in the batch; `is_block`: a draft is one forward, however many tokens it has.
@@ -128,5 +128,5 @@ def speeds(counters: Sequence[Array], curves: BatchCosts, size: int, *, is_block
     tokens = np.array([np.interp(at, numbers, both[:, 0, at]) for at in k])
     bounds = both.reshape(-1, len(k))
     forwards = np.minimum(k, 1) if is_block else k
-    round_s = forwards * curves.draft(size) + curves.target(size * (1 + k))
+    round_s = forwards * times.draft(size) + times.target(size * (1 + k))
     return np.stack([tokens, bounds.min(0), bounds.max(0)]) * size / round_s

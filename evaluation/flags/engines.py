@@ -18,6 +18,7 @@ from decode.policies.engines import LlamaCpp
 from decode.policies.registry import COARSE, lengths_within, registered
 from evaluation.competitor import Competitor, make_competitor
 from evaluation.played import Played
+from evaluation.traces.replay import Rounds
 from lm import Sampling
 
 Setting = Mapping[str, Any]
@@ -114,6 +115,20 @@ class Engine:
         counts = replace(played.counts, num_draft_forwards=lengths * (rounds + 1))
         is_length = np.arange(played.lengths.shape[-1]) == lengths[..., None]
         return replace(played, counts=counts, lengths=is_length * rounds[..., None])
+
+    def rounds(self, rounds: Rounds, num_rows: int) -> Rounds:
+        """The rounds of a batch, where fixed lengths of 0, 1, … tokens are these rounds (lanes are length * num_rows +
+        row). The step that reads a prompt drafts, too: a round that verifies nothing (`evaluation.batches.load`).
+        """
+        if not self.drafts_whole:
+            return rounds
+        lengths = rounds.lane // num_rows
+        whole = rounds._replace(forwards=lengths, drafted=lengths)
+        lanes = np.arange(num_rows, lengths.max() * num_rows + num_rows)
+        unread = np.full_like(lanes, -1)
+        none = np.zeros_like(lanes)
+        prompts = Rounds(lane=lanes, drafted=unread, accepted=none, forwards=lanes // num_rows, emitted=none)
+        return Rounds.joined([prompts, whole]).by_lane()
 
 
 def _transformers(setting: Setting, _: Drafting) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 from configs.flag_types import Milliseconds
 from configs.paths import local_path
 from decode.experiment import Experiment
-from decode.policies.batch import BatchCosts, Curve
+from decode.policies.batch import Curve
 from evaluation.bench.arms import Arm, assisted, constant
 from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
 from evaluation.costs.stability import stable
@@ -37,16 +37,17 @@ LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed in transformers; None: no assistant."""
 BUDGET_S = 40.0
 _FEWEST_TURNS, _TOKENS = 12, 64
+_FAR = 4096
+"""Tokens, more than any draft has."""
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
 Run = tuple[int, int, int, float]
 """Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
-Given = tuple[BatchCosts, str]
-"""Times of forwards that were not measured here, and their origin."""
 
 
-def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Given | None:
-    """The times that a command line gives; None where it gives none. ValueError for one of the two numbers without the
-    other or beside a log, for what is no time, and for a log without times; FileNotFoundError for no such log.
+def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Times | None:
+    """The times that a command line gives, stops free; None where it gives none. ValueError for one of the two numbers
+    without the other or beside a log, for what is no time, and for a log without times; FileNotFoundError for no such
+    log.
     """
     if log is not None and (t_draft_ms is not None or t_target_ms is not None):
         raise ValueError("--log and --t_draft_ms or --t_target_ms both say what forwards take; give one of them")
@@ -56,7 +57,7 @@ def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | Non
         return read_logs([local_path(part, "--log") for part in log.split(",")])
     if t_draft_ms is None or t_target_ms is None:
         return None
-    return BatchCosts(curve_of("--t_draft_ms", t_draft_ms), curve_of("--t_target_ms", t_target_ms)), "given"
+    return Times(curve_of("--t_draft_ms", t_draft_ms), curve_of("--t_target_ms", t_target_ms))
 
 
 _EVAL = re.compile(r"(?<!prompt )eval time = +([\d.]+) ms / +(\d+) ")
@@ -70,7 +71,7 @@ _REMEDY = (
 )
 
 
-def read_logs(paths: Sequence[Path]) -> Given:
+def read_logs(paths: Sequence[Path]) -> Times:
     """Times from logs of a llama.cpp server: without a draft, and with it (one or more), at `-lv 4` and p-min 0.
 
     With g rounds, M drafted tokens and Y ms of drafting, as a log's last statistics have them, and E ms of all `eval
@@ -103,18 +104,16 @@ def read_logs(paths: Sequence[Path]) -> Given:
         lacking = "without" if steps_ms else "with"
         raise ValueError(f"--log is {names}: the log of a server {lacking} a draft is missing; {_REMEDY}")
     draft = Curve.line(sum(steps_ms) / len(steps_ms) / 1e3)
-    return BatchCosts(draft, Curve(*zip(*sorted(forwards_s), strict=True))), f"read from {names}"
+    return Times(draft, Curve(*zip(*sorted(forwards_s), strict=True)), f"read from {names}")
 
 
-def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times:
-    """The given times; else those of transformers' loop for that engine, which DIR/costs.jsonl keeps beside ours; else
-    those of our loop.
+def times_for(experiment: Experiment, engine: str, given: Times | None) -> Times:
+    """The given times, with the stops of this experiment; else those of transformers' loop for that engine, which
+    DIR/costs.jsonl keeps beside ours; else those of our loop.
     """
     if given is not None:
-        curves, origin = given
         shares = shares_of(experiment, policies_by_kind(experiment.heads.values()), {})
-        longest = experiment.decode.max_draft_length
-        return Times.of_curve(float(curves.draft(1)), curves.target, longest, origin, shares=shares)
+        return Times.with_shares(given.draft, given.target, given.origin, shares)
     ours = costs_for(experiment)
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
@@ -125,8 +124,14 @@ def times_for(experiment: Experiment, engine: str, given: Given | None) -> Times
         entry = entry_of(timed)
         store.keep([(key, entry)])
     errors = errors_of(entry)._replace(stopping=ours.errors.stopping)
-    target_s = tuple(entry["t_target_s"])
-    return replace(ours, t_draft_s=entry["t_draft_s"], t_target_s=target_s, origin=entry["origin"], errors=errors)
+    plain_s, verify_s = entry["t_target_s"][:2]
+    draft = Curve.line(entry["t_draft_s"])
+    return replace(ours, draft=draft, target=_of_drafts(plain_s, verify_s), origin=entry["origin"], errors=errors)
+
+
+def _of_drafts(plain_s: float, verify_s: float) -> Curve:
+    """One token takes `plain_s`, and any draft `verify_s`: what each of its tokens takes is part of t_draft."""
+    return Curve((1, 2, _FAR), (plain_s, verify_s, verify_s))
 
 
 def _measured(experiment: Experiment) -> Times:
@@ -162,5 +167,6 @@ def fitted(runs: Sequence[Run]) -> Times:
     deviation = 1.48 * np.median(np.abs(columns @ times - ones))  # that of normal residuals of this median size
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
     draft_s, verify_s, plain_s, _ = times.tolist()
-    relative = TimeErrors(float(errors[0] / draft_s), (float(errors[2] / plain_s), float(errors[1] / verify_s)))
-    return Times(draft_s, (plain_s, verify_s), "measured in transformers", errors=relative)
+    draft_error, verify_error, plain_error, _ = (errors / times).tolist()
+    relative = TimeErrors(draft_error, (plain_error, verify_error, verify_error))
+    return Times(Curve.line(draft_s), _of_drafts(plain_s, verify_s), "measured in transformers", errors=relative)

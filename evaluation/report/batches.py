@@ -14,7 +14,7 @@ from decode.policies import HeadPolicy
 from decode.policies.base import Head
 from decode.policies.batch import BatchAuto
 from decode.policies.scores import ScoreHead
-from evaluation.batches.curves import BatchTimes, kept_curves, setups_of
+from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
 from evaluation.competitor import ONLINE, head_in, words_of
 from evaluation.contest import Replays, best_heads, fastest_on_dev
@@ -40,23 +40,26 @@ def in_batches(
     used; the first times decide which head of each family competes.
     """
     rows, tables = list[Row](), list[Table]()
-    setups = setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))
+    measured = kept_curves(experiment)
+    setups = setups_of(every_times, experiment.decode.verify_shares, measured)
     for dataset, replays in every.items():
-        for setup, of_setup in contests_of(replays, setups, sizes):
-            where = {"dataset": dataset, "ratio": setup.times.ratio, "costs": setup.times.origin}
-            new = [where | {"verify_share": setup.verify_share} | row for row in of_setup]
-            tables += batch_tables(new, setup.title)
+        every_rows = contests_of(replays, [times for times, _ in setups], sizes)
+        for (times, share), of_setup in zip(setups, every_rows, strict=True):
+            where = {"dataset": dataset, "ratio": times.ratio, "costs": times.origin, "verify_share": share}
+            new = [where | row for row in of_setup]
+            title = f"curves of {'one sequence' if measured is None else 'batches'}"
+            if share is not None:
+                title = f"a verified token costs {share:g} t_draft"
+            tables += batch_tables(new, f"{times.title}; {title}")
             rows += new
     return rows, tables
 
 
-def contests_of(
-    replays: Replays, setups: Sequence[BatchTimes], sizes: Sequence[int]
-) -> Iterator[tuple[BatchTimes, list[Row]]]:
-    """Rows of every setup in turn, all sizes and families: the setting that is fastest on dev, on test."""
+def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[int]) -> Iterator[list[Row]]:
+    """Rows at each of several times of batches, all sizes and families: the setting that is fastest on dev, on test."""
     dev, test = replays.traces
     # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
-    results = fastest_on_dev(replays.arms, setups[0].times)
+    results = fastest_on_dev(replays.arms, every_times[0])
     competitors = [result.competitor for name, result in results.items() if name not in BOUNDS]
     rounds = {entry.family: [replay_rounds(trace, entry.policy) for trace in (dev, test)] for entry in competitors}
     members = [(entry, size) for entry in competitors for size in sizes]
@@ -66,29 +69,29 @@ def contests_of(
         ]
         for entry, size in Bar(members, desc="batches: replay on dev", unit="loads")
     }
-    for setup in setups:
+    for times in every_times:
         rows = []
-        for size in Bar(sizes, desc=f"batches: ratio {setup.times.ratio:.3g}", unit="sizes"):
+        for size in Bar(sizes, desc=f"batches: ratio {times.ratio:.3g}", unit="sizes"):
             reached: list[tuple[dict[str, str], BatchThroughput]] = []
             for entry in competitors:
-                curves = setup.curves(entry.policy.stop_kind)
+                curves = times.costs(entry.policy.stop_kind)
                 speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
                 number = speeds.index(max(speeds))
                 load = load_at(rounds[entry.family][1], number, len(test.rows), size)
                 setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
                 named = {"family": entry.family, "name": entry.name, "setting": setting}
                 reached.append((named, load.throughput(curves)))
-            for named, rule in rules_of(replays, setup, size):
+            for named, rule in rules_of(replays, times, size):
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
                 reached.append((named, load.throughput(rule.costs)))
             base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
             for named, throughput in reached:
                 row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
                 rows.append(row | {"gain": throughput.tokens_per_s / base - 1, "request_s": throughput.request_s})
-        yield setup, rows
+        yield rows
 
 
-def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:
+def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:
     """The batch's rule with a head of each timing, with the draft's own confidence where it has one, and with a perfect
     head: lambda of dev, or learned online with the head. With each rule, what its row says of it.
 
@@ -96,7 +99,6 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[d
     since in a batch a head gains less.
     """
     dev = replays.traces.dev
-    times = setup.times
     heads: dict[str, Sequence[Head]] = {}
     for timing, head in best_heads(fastest_on_dev(replays.arms, times)).items():
         arms = [arm for arm in replays.arms if arm.competitor.family in HEADS_OF[timing]]
@@ -109,19 +111,19 @@ def rules_of(replays: Replays, setup: BatchTimes, size: int) -> Iterator[tuple[d
     if dev.block_size is not None:
         heads["largest probability (vLLM)"] = [estimator_of(dev)]
     for label, rivals in heads.items():
-        rule = _fastest_rule(rivals, dev, setup, size)
+        rule = _fastest_rule(rivals, dev, times, size)
         yield {"family": AUTO, "name": AUTO, "setting": f"{label}, {words_of(ONLINE, value=False)}"}, rule
         if not rule.scores_late:
             setting = f"{label}, {words_of(ONLINE, value=True)} with the head"
             yield {"family": AUTO, "name": AUTO, "setting": setting}, replace(rule, throughput=None, is_learning=True)
     if any(arm.competitor.family == PERFECT for arm in replays.arms):
-        rule = _fastest_rule([ScoreHead("perfect", "drawn")], dev, setup, size)
+        rule = _fastest_rule([ScoreHead("perfect", "drawn")], dev, times, size)
         yield {"family": PERFECT, "name": PERFECT, "setting": ""}, rule
 
 
-def _fastest_rule(heads: Sequence[Head], dev: Trace, setup: BatchTimes, size: int) -> BatchAuto:
+def _fastest_rule(heads: Sequence[Head], dev: Trace, times: Times, size: int) -> BatchAuto:
     """The batch's rule with the one of these heads with which it is fastest on dev."""
-    rules = [batch_auto_for(head, dev, setup.curves(HeadPolicy(head).stop_kind), size) for head in heads]
+    rules = [batch_auto_for(head, dev, times.costs(HeadPolicy(head).stop_kind), size) for head in heads]
     return max(rules, key=lambda rule: rule.throughput or 0.0)
 
 
@@ -137,7 +139,7 @@ def estimator_of(trace: Trace) -> ScoreHead:
 
 
 def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
-    """A table for each size of batch of one dataset at one setup."""
+    """A table for each size of batch of one dataset at one set of times."""
     tables, names = [], list(families())
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (

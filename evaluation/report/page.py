@@ -131,7 +131,7 @@ def about(experiment: Experiment, times: Times) -> str:
     decode = experiment.decode
     return (
         f"{names}; {experiment.sampling.text}; responses up to {decode.max_new_tokens} tokens, drafts up to "
-        f"{decode.max_draft_length}; t_draft {1e3 * times.t_draft_s:.2f} ms, t_target {1e3 * times.t_target_s[0]:.2f} "
+        f"{decode.max_draft_length}; t_draft {1e3 * times.t_draft_s:.2f} ms, t_target {1e3 * times.alone_s:.2f} "
         f"ms, {times.origin}; {times.stop_origin}"
     )
 

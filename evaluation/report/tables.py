@@ -86,7 +86,7 @@ def records_of(
             "acceptance_length": counts.acceptance_length,
             "mean_draft_length": counts.num_drafted / counts.num_target,
             "tokens_per_s": result.tokens_per_s,
-            "speed_up": result.tokens_per_s * times.t_target_s[0],
+            "speed_up": result.tokens_per_s * times.alone_s,
             **flat({"gain": gain, "lead": lead}),
             "percent_of_oracle": result.percent_of(contest.results[ORACLE]),
             "percent_of_perfect": result.percent_of(contest.results.get(PERFECT)),
@@ -101,7 +101,7 @@ def records_of(
 
 def result_table(contest: Contest) -> Table:
     """Every family of a contest below the target alone."""
-    alone = 1 / contest.times.t_target_s[0]
+    alone = 1 / contest.times.alone_s
     first = {"policy": family(ALONE).label, "label": "-", "gain": "", "speed_up": 1.0, "tokens_per_s": alone}
     first |= {"splits": "", "leads": "", "discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
     rows: list[dict[str, Any]] = [first | {"percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s}]
@@ -166,7 +166,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
 
 def stage_table(contest: Contest) -> Table:
     """The stages below the target alone; the note has their settings, and what else decides."""
-    stages, alone = stages_of(contest), speed_text(1 / contest.times.t_target_s[0])
+    stages, alone = stages_of(contest), speed_text(1 / contest.times.alone_s)
     rows = [{"stage": f"{family(ALONE).label}\nno draft", "tokens/s": alone}]
     for stage in stages:
         row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 30)}"}

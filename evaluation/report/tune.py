@@ -18,14 +18,14 @@ from evaluation.gain import Splits
 from evaluation.report.conclusion import Range, conclude, near_best
 from evaluation.report.verdict import Record, publish_verdict, range_record, record_of, tell, verdict_sets
 from evaluation.table import Table, announce, printing
-from evaluation.times import LinearCosts
+from evaluation.times import LINE
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.trace import join_traces
 from evaluation.tuning.rule import Index
 from heads.model.head import update_config
 from store.progress import Bar
 
-_RULE = (*LinearCosts._fields, "throughput", *Index._fields, "prior_profit", "prior_rounds")
+_RULE = (*LINE, "throughput", *Index._fields, "prior_profit", "prior_rounds")
 """Keys that `auto` reads back."""
 _NUM_SHOWN = 5
 """Rows of the table, which has the fastest heads on dev."""
@@ -115,7 +115,7 @@ def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
             "auto_tokens_per_s": ruled.tokens_per_s,
             "auto_gain": ruled.over(baseline),
             "online_tokens_per_s": result_of(online, 0, times).tokens_per_s,
-            "target_alone_tokens_per_s": 1 / times.t_target_s[0],
+            "target_alone_tokens_per_s": 1 / times.alone_s,
             "recommended": recommended,
         }
         rows.append(row)

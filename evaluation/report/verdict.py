@@ -214,7 +214,7 @@ def record_of(verdict: Verdict, experiment: Experiment, *, clock: Report | None 
         sentence += f" It was calibrated on this trace and is in no directory, so `generate` uses {named(used)}."
     gain = contest.gain(used.family)
     over = "as the best fixed length" if used.family == BASELINE else f"{gain.words} over the best fixed length"
-    speed = f"predicted {used.tokens_per_s * contest.times.t_target_s[0]:.2f}"
+    speed = f"predicted {used.tokens_per_s * contest.times.alone_s:.2f}"
     if clock is not None:
         speed = f"on a clock {clocked_speed_up(clock, used.family):.2f}"
     candidates = [_candidate(verdict, group, experiment) for group in verdict.candidates]

@@ -1,7 +1,6 @@
 """What only a trace can offer: the policy that knows outcomes (law 4.10)."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -40,12 +39,18 @@ class Oracle(Policy):
         ahead = np.minimum(rejected, ends - 1) - np.arange(len(rejected))
         if not self.round_s:
             return ahead
-        round_s, lengths = np.array(self.round_s), np.minimum(ahead, len(self.round_s) - 1)
-        for start, end in pairwise(offsets):
-            left_s = np.zeros(end - start + 1)
-            for index in reversed(range(end - start)):
-                longest = lengths[start + index]
-                options = round_s[: longest + 1] + left_s[index + 1 : index + longest + 2]
-                best = longest - options[::-1].argmin()  # the longest of equals
-                lengths[start + index], left_s[index] = best, options[best]
+        longest = np.minimum(ahead, len(self.round_s) - 1)
+        widths = np.diff(offsets)
+        lengths = np.zeros_like(longest)
+        # of each row by the number of positions that are left: 0 at its end
+        left_s = np.zeros((len(widths), int(widths.max(initial=0)) + 1))
+        drafted = np.arange(len(self.round_s))
+        for num_left in range(1, left_s.shape[1]):
+            rows = (widths >= num_left).nonzero()[0]
+            at = offsets[rows + 1] - num_left
+            after = np.maximum(num_left - 1 - drafted, 0)
+            options = np.array(self.round_s) + left_s[rows][:, after]
+            options[drafted > longest[at, None]] = np.inf
+            lengths[at] = len(drafted) - 1 - options[:, ::-1].argmin(axis=1)  # the longest of equals
+            left_s[rows, num_left] = options[np.arange(len(rows)), lengths[at]]
         return lengths

@@ -105,6 +105,11 @@ class TraceFolder:
         return read_trace(self.directory, keys, ids=ids)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether nothing has to be recorded."""
+        return self.experiment.decode.as_recorded or not self._lacking(list(self.shards))
+
+    @property
     def _has_old_format(self) -> bool:
         path = self.directory / "manifest.json"
         return path.is_file() and has_old_format(read_manifest(self.directory, command="trace"))

@@ -31,13 +31,13 @@ from decode.policies.head import HeadPolicy
 from decode.policies.scores import TOKEN_LOGIT, ScoreHead
 from evaluation.batches.load import queue_of, step_through
 from evaluation.played import Played
-from evaluation.times import LinearCosts, Times
+from evaluation.times import LINE, Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Array, Trace
 from heads.measures.histogram import observe
 from heads.measures.scores import fit_logistic
 
-_OF_TIMES = (*LinearCosts._fields, "throughput", "prior_profit")
+_OF_TIMES = (*LINE, "throughput", "prior_profit")
 """Parameters of the rule that depend on times."""
 _BINS = 12
 _SWEEPS = 60
@@ -194,7 +194,8 @@ def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: boo
             hold for all times; False: find its fixed point on the trace.
     """
     index, stop_kind = index_of(trace, head)._asdict(), HeadPolicy(head).stop_kind
-    lines = [times.line(stop_kind, has_blocks=trace.block_size is not None)._asdict() for times in every]
+    has_blocks = trace.block_size is not None
+    lines = [times.line(stop_kind, trace.max_draft_length, has_blocks=has_blocks) for times in every]
     rules = [Auto(head, **line, is_online=is_online, **index) for line in lines]
     return rules if is_online else _fixed_points(rules, trace, every)
 
@@ -220,14 +221,14 @@ def _fixed_points(rules: Sequence[Auto], trace: Trace, every: Sequence[Times]) -
     def reached(numbers: Array, rates: Array) -> list[float]:
         return [float(times.tokens_per_s(setting)[0]) for setting, times in played(numbers, rates)]
 
-    rates = _settled([1.0 / times.t_target_s[0] for times in every], reached, most_steps=30, tolerance=1e-4)
+    rates = _settled([1.0 / times.alone_s for times in every], reached, most_steps=30, tolerance=1e-4)
     fixed = []
     for (setting, times), rule, rate in zip(played(np.arange(len(rules)), rates), rules, rates.tolist(), strict=True):
         # What a drafting round gains over the target alone, in tokens: those accepted, less what its extra seconds
         # would have written.
         num_rounds = max(1, int(setting.lengths[0, :, 1:].sum()))
-        extra_s = times.time_s(setting).sum() - times.t_target_s[0] * setting.counts.num_target.sum()
-        profit = float(setting.counts.num_accepted.sum() - extra_s / times.t_target_s[0]) / num_rounds
+        extra_s = times.time_s(setting).sum() - times.alone_s * setting.counts.num_target.sum()
+        profit = float(setting.counts.num_accepted.sum() - extra_s / times.alone_s) / num_rounds
         fixed.append(replace(rule, throughput=rate, prior_profit=profit, prior_rounds=50.0))
     return fixed
 

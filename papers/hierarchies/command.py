@@ -84,5 +84,5 @@ def report(
     tables.result_table(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()
     verdict = tables.third_level_verdict(test, dev, gain, times=times, r2=r2)
-    fitted = {"t_micro_s": times.t_micro_s, "t_draft_s": times.t_draft_s, "t_target_s": times.t_target_s[0]}
+    fitted = {"t_micro_s": times.t_micro_s, "t_draft_s": times.t_draft_s, "t_target_s": times.alone_s}
     return {"times": fitted | {"t_stop_s": times.t_stop_s, "r2": r2}, "arms": rows, "verdict": verdict}

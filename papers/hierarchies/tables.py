@@ -58,8 +58,8 @@ def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict
                 "acceptance_length": counts.acceptance_length,
                 "tokens_per_s": result.tokens_per_s,
                 **flat({"speedup": result.over(alone).speed(1.0)}),
-                "speedup_modelled": best_setting(played, times)[1] * times.t_target_s[0],
-                "speedup_at_ratios": best_setting(played, given)[1] * given.t_target_s[0],
+                "speedup_modelled": best_setting(played, times)[1] * times.alone_s,
+                "speedup_at_ratios": best_setting(played, given)[1] * given.alone_s,
                 "break_even": break_even(played, plain, times) if member.num_levels == 3 else None,
             }
         )
@@ -68,7 +68,7 @@ def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict
 
 def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
     """HSDDW's Table 4, for every competitor."""
-    t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.t_target_s[0]))
+    t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.alone_s))
     title = (
         f"{title}; fitted t_micro {t_micro:.2f}, t_draft {t_draft:.2f}, t_target {t_target:.2f} ms per forward, "
         f"R² {r2:.3f}; given: {given.t_micro_s:g} : {given.t_draft_s:g} : 1"
@@ -97,7 +97,7 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
     `shares` are t_stop / t_draft of each kind of stop. `low` and `high` are the 95 % interval of the gain between the
     two winners; it does not include that each is the best of several on the same prompts.
     """
-    rows, measured_ratio = [], times.t_draft_s / times.t_target_s[0]
+    rows, measured_ratio = [], times.t_draft_s / times.alone_s
     for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
         at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares)
         (plain, of_plain, plain_speed), (best, of_best, speed) = fastest_sides(decoded, at)
@@ -147,7 +147,7 @@ def third_level_verdict(
     num_prompts = len(plain.throughput.tokens)
     doubt = f" {shortage(measured, num_prompts)}." if measured.low is None else ""
     lines = [
-        f"Measured here (t_draft / t_target = {times.t_draft_s / times.t_target_s[0]:.3f}, t_micro / t_draft = "
+        f"Measured here (t_draft / t_target = {times.t_draft_s / times.alone_s:.3f}, t_micro / t_draft = "
         f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {name_of(best)}, is "
         f"{measured.words} against the best plain speculation, {name_of(plain)}, both chosen on "
         f"{'dev' if dev else 'the same prompts'}.{doubt}"

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float
 
 from decode.loop.rounds import Counts
+from decode.policies.batch import Curve
 from evaluation.played import Array, Played
 from evaluation.regression import least_absolute
 from evaluation.times import Times
@@ -33,7 +34,7 @@ Columns = Callable[[Played], Sequence[Array]]
 def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> Times:
     """Times in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
     t_stop_s = {kind: share * t_draft for kind, share in shares.items()}
-    return Times(t_draft, (1.0,), t_stop_s=t_stop_s, t_micro_s=t_micro)
+    return Times(Curve.line(t_draft), Curve.line(1.0), t_stop_s=t_stop_s, t_micro_s=t_micro)
 
 
 def redundancy(counts: Counts) -> float:
@@ -73,7 +74,8 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
     stop_s = dict(zip(kinds, t_stop_s, strict=True))
-    return Times(t_draft_s, (t_target_s,), "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
+    draft, target = Curve.line(t_draft_s), Curve.line(t_target_s)
+    return Times(draft, target, "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
 
 
 def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) -> tuple[list[float], list[float], float]:

@@ -18,9 +18,9 @@ import numpy as np
 from evaluation.competitor import make_competitor
 from evaluation.gain import Gain, Throughput, gain_over
 from evaluation.table import Table
-from evaluation.times import Times
 from evaluation.traces.disk import read_trace, recorded_keys
 from evaluation.traces.replay import replay_settings
+from tests.toys.times import flat_times
 
 NUM_DEV = 40
 NUMS_TEST = (2, 4, 8, 10, 12, 16, 30, 40, 80)
@@ -44,7 +44,7 @@ def recorded() -> Population:
     lengths = make_competitor("base", "fixed_length", {"k": range(_LONGEST + 1)})
     product = {"min_token_prob": np.linspace(0.01, 0.99, 41).tolist()}
     rules = (lengths, make_competitor("own", "cumulative_token_prob", product))
-    times = Times.constant(1.0, _RATIO)
+    times = flat_times(1.0, _RATIO)
     parts: list[list[Throughput]] = [[], []]
     for name in ("coder", "smollm2"):
         folder = _CHECKPOINTS / name / "record" / "trace"

@@ -22,13 +22,13 @@ from evaluation.contest import Arm, Result, result_of
 from evaluation.families import family
 from evaluation.gain import Throughput, gain_over
 from evaluation.played import Played
-from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm import Pair, Sampling
 from tests.evaluation.traces import forms
 from tests.toys.random_drafts import draft, target_of
 from tests.toys.small_pair import EOS, LENGTH, PROMPTS, VOCAB, Words, model, trace
+from tests.toys.times import flat_times
 
 WARM = Sampling(temperature=0.8)
 POLICIES: dict[str, Policy] = {
@@ -36,7 +36,7 @@ POLICIES: dict[str, Policy] = {
     "cumulative_token_prob": CumulativeTokenProb(0.3),
     "ada_edl": AdaEDL(0.4),
 }
-COST = Times.constant(0.001, 0.005)
+COST = flat_times(0.001, 0.005)
 
 
 @pytest.fixture(scope="module")

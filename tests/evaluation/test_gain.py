@@ -12,13 +12,15 @@ from evaluation.gain import (
     NUM_RESAMPLES,
     Gain,
     Throughput,
+    conclusion,
     gain_of_turns,
     gain_over,
     prompts_needed,
     shortage,
 )
 from evaluation.table import Table, crossed, flat, printing, shown
-from evaluation.times import TimeErrors, Times
+from evaluation.times import TimeErrors
+from tests.toys.times import times_by_length
 
 
 @pytest.mark.parametrize("num", [10, 60])
@@ -105,7 +107,7 @@ def test_one_line_says_how_many_prompts_would_settle_a_lead(gain, words):
 
 def test_a_stop_is_charged_its_measured_time_however_unsure_that_is():
     """The title has the largest error, that of a stop in draft steps; beyond 10 % it asks to measure again."""
-    sure = Times(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
+    sure = times_by_length(0.01, (0.02, 0.03), "measured", {"entropy": 0.001}, "stops measured")
     assert "±" not in sure.title
     again = "these times are uncertain: measure them again with `acceptance-heads costs --again`"
     for error, precision in ((0.02, "times ± 3 %"), (0.05, "times ± 5 %"), (0.299, again)):
@@ -143,3 +145,31 @@ def test_what_is_published_is_json_in_which_a_missing_end_is_null(capsys):
     assert json.loads(capsys.readouterr().out)["low"] is None
     with pytest.raises(ValueError, match="not JSON compliant"), printing(json=True) as publish:
         publish({"low": float("nan")})
+
+
+CONCLUSIONS = {
+    "faster": (Gain(0.1, 0.05, 0.15, 0.02), "A is faster than B by more than noise, +10.0 % (5.0, 15.0)"),
+    "slower": (Gain(-0.1, -0.15, -0.05, 0.02), "A is slower than B by more than noise, -10.0 % (-15.0, -5.0)"),
+    "noise": (
+        Gain(0.02, -0.02, 0.06, 0.02),
+        "A and B differ by no more than noise, +2.0 % (-2.0, 6.0); about 160 test prompts would settle it (raise "
+        "decode.num_test)",
+    ),
+    "times": (
+        Gain(0.01, -0.05, 0.07, 0.001, 0.03),
+        "A and B differ by no more than noise, +1.0 % (-5.0, 7.0); more prompts cannot settle it: it is within the "
+        "error of the times (`acceptance-heads costs`)",
+    ),
+    "few": (
+        Gain(0.1, None, None, 0.02),
+        "A over B: +10.0 %; 40 test prompts are too few for an interval (at least 10 are needed); about 10 would "
+        "settle this lead of +10.0 %: raise decode.num_test",
+    ),
+    "same": (Gain(0.0, 0.0, 0.0, 0.0), "A and B do the same"),
+}
+
+
+@pytest.mark.parametrize("name", CONCLUSIONS)
+def test_a_conclusion_names_the_faster_policy_or_what_would_settle_it(name):
+    gain, sentence = CONCLUSIONS[name]
+    assert conclusion("A", gain, "B", 40) == sentence

@@ -16,15 +16,15 @@ from evaluation.competitor import competitors_of
 from evaluation.contest import hold, replay_dataset
 from evaluation.families import ALONE
 from evaluation.gain import Splits
-from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
 from tests.evaluation.commands import config_with, spelt
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times
 
-TIMES = Times.constant(0.001, 0.005)
+TIMES = flat_times(0.001, 0.005)
 ASKED = {"policies": ("fixed_length:k=2", "fixed_length:k=3", "entropy:max_sqrt_entropy=0.5"), "constants": (2,)}
 ASKED |= {"samplings": ("nucleus",), "num_prompts": 2, "num_tokens": 4}
 

@@ -9,7 +9,7 @@ from evaluation.bench.results import MEAN, Cell, cell_table, competitor, contest
 from evaluation.families import ALONE
 from evaluation.gain import Gain, Throughput, gain_over
 from evaluation.sources.clock import Clocked
-from evaluation.times import Times
+from tests.toys.times import flat_times
 
 TOKENS = 10
 
@@ -23,7 +23,7 @@ def arm(family, *seconds, setting="", on_dev=None):
 def cell_of(*arms, dataset="stories", sampling="greedy"):
     named = {f"{entry.family} {entry.name} {number}": arm for number, arm in enumerate(arms) for entry in arm[:1]}
     competitors, runs, on_dev = ({name: arm[part] for name, arm in named.items()} for part in range(3))
-    contest = contest_of(dataset, Times.constant(0.01, 0.05), competitors, runs, on_dev=on_dev)
+    contest = contest_of(dataset, flat_times(0.01, 0.05), competitors, runs, on_dev=on_dev)
     return Cell(contest=contest, sampling=sampling, num_tokens=10, run=0, default_schedule="")
 
 

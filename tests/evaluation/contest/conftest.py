@@ -6,13 +6,16 @@ import torch
 from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
-from evaluation.times import StopShares, Times
+from evaluation.times import StopShares
 from evaluation.traces.trace import Trace
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
+from tests.toys.times import times_by_length
 
-CURVE = Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {}))
+CURVE = times_by_length(
+    0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured", {"token_prob": 0.01}, elsewhere=StopShares("", {})
+)
 
 
 @pytest.fixture(scope="session")

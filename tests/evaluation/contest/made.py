@@ -13,7 +13,7 @@ from evaluation.contest import Contest, Replays, Result
 from evaluation.families import BASELINE, PRODUCT
 from evaluation.gain import Throughput
 from evaluation.report.evaluated import Evaluation
-from evaluation.times import Times
+from tests.toys.times import flat_times
 
 SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
 
@@ -32,7 +32,7 @@ def contest_at(
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
         speed_on_dev = {**speeds, **(on_dev or {})}[name]
         results[name] = Result(competitor=competitor, number=0, on_dev=float(speed_on_dev), throughput=throughput)
-    return Contest("made", Times.constant(0.01, 0.02), results)
+    return Contest("made", flat_times(0.01, 0.02), results)
 
 
 def evaluation_of(

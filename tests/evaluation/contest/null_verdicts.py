@@ -23,13 +23,13 @@ from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE
 from evaluation.played import Played, joined
 from evaluation.report.conclusion import conclude
 from evaluation.splits import repeated_splits
-from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
+from tests.toys.times import flat_times
 
 SIZES = (2, 4, 8, 10, 16, 40, 80)
 """Test prompts."""
 NUM_DEV = 40
-TIMES = Times.constant(0.2, 1.0)
+TIMES = flat_times(0.2, 1.0)
 ROOT = "checkpoints/coder"
 
 

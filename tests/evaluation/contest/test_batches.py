@@ -9,7 +9,7 @@ from configs.flag_types import sizes_of
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.scores import ScoreHead
-from evaluation.batches.curves import BatchTimes, setups_of
+from evaluation.batches.curves import setups_of
 from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Replays, replay_arms
@@ -17,14 +17,15 @@ from evaluation.families import AUTO
 from evaluation.gain import Splits
 from evaluation.report import batches
 from evaluation.report.batches import contests_of, in_batches
-from evaluation.times import RECORDED, StopShares, Times
+from evaluation.times import RECORDED, StopShares
 from evaluation.traces.replay import replay_rounds
 from evaluation.tuning.rule import batch_auto_for
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times, times_by_length
 
-TIMES = Times.constant(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
+TIMES = flat_times(0.2, 1.0, elsewhere=StopShares("made up", {"entropy": 0.1}))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,14 @@ def replays():
 
 
 def rows_at(replays, setup, sizes):
-    ((_, rows),) = contests_of(replays, [setup], sizes)
+    [rows] = contests_of(replays, [setup], sizes)
     return rows
+
+
+def with_share(times, share):
+    """Times of a batch in which a verified token costs this share of a draft step."""
+    [(of_batch, _)] = setups_of([times], [share])
+    return of_batch
 
 
 def loads_of(competitor, trace, size):
@@ -45,8 +52,8 @@ def loads_of(competitor, trace, size):
 
 
 def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_what_one_sequence_costs(replays):
-    setup = BatchTimes(TIMES, 0.3)
-    rows = rows_at(replays, BatchTimes(TIMES, 0.0), [1]) + rows_at(replays, setup, [2, 6])
+    setup = with_share(TIMES, 0.3)
+    rows = rows_at(replays, with_share(TIMES, 0.0), [1]) + rows_at(replays, setup, [2, 6])
     base = {row["batch_size"]: row["tokens_per_s"] for row in rows if row["family"] == "fixed_length"}
     for row in rows:
         size = row["batch_size"]
@@ -58,7 +65,7 @@ def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_
             best = int(TIMES.tokens_per_s(arm.dev).argmax())
             assert row["tokens_per_s"] == pytest.approx(TIMES.tokens_per_s(arm.test)[best])
         else:
-            curves = setup.curves(arm.competitor.policy.stop_kind)
+            curves = setup.costs(arm.competitor.policy.stop_kind)
             loads = (loads_of(arm.competitor, split, size) for split in replays.traces)
             dev, test = ([load.throughput(curves) for load in of_split] for of_split in loads)
             best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
@@ -69,7 +76,7 @@ def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_rule_of_a_batch_is_no_worse_than_the_best_fixed_length_that_test_itself_chooses(replays, share, size):
-    curves, (dev, test) = BatchTimes(TIMES, share).curves(""), replays.traces
+    curves, (dev, test) = with_share(TIMES, share).costs(""), replays.traces
     rule = batch_auto_for(ScoreHead("perfect", "drawn"), dev, curves, size)
     ours = step_through(test, rule, queue_of(len(test.rows), size), size).throughput(curves).tokens_per_s
     lengths = next(arm.competitor for arm in replays.arms if arm.competitor.family == "fixed_length")
@@ -81,7 +88,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
     torch.manual_seed(0)
     heads = {name: AcceptanceHead(16, depth, "drawn", True).eval() for name, depth in (("cheap", 0), ("deep", 1))}
     shares = StopShares("made up", {"drawn+s-d0": 0.0, "drawn+s-d1": share})
-    setup = BatchTimes(Times.constant(0.2, 1.0, elsewhere=shares), 0.3)
+    setup = with_share(flat_times(0.2, 1.0, elsewhere=shares), 0.3)
     grid = {"head": {"max_rejection_prob": [0.5]}}
     _, *competitors = competitors_of(grid, heads, max_draft_length=5, policies=("head",))
     arms = [*replays.arms, *replay_arms(competitors, replays.traces)]
@@ -90,7 +97,7 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
     learning = AUTO, "drawn-time head, lambda learned online with the head"
     assert list(rows)[-3:] == [of_dev, learning, ("perfect_drawn", "")]
     dev, test = replays.traces
-    rules = [batch_auto_for(head, dev, setup.curves(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
+    rules = [batch_auto_for(head, dev, setup.costs(f"drawn+s-d{head.depth}"), 3) for head in heads.values()]
     rule = max(rules, key=lambda each: each.throughput)
     load = step_through(test, rule, queue_of(len(test.rows), 3), 3)
     assert rows[of_dev]["tokens_per_s"] == pytest.approx(load.throughput(rule.costs).tokens_per_s)
@@ -98,13 +105,13 @@ def test_the_rule_has_the_head_that_is_faster_in_the_batch_and_also_learns_while
 
 def test_measured_and_recorded_times_of_verification_are_taken_as_they_are():
     for origin in ("measured", RECORDED, "given"):
-        setups = setups_of([Times(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
-        shares = [(setup.times.origin, setup.verify_share) for setup in setups]
+        setups = setups_of([times_by_length(0.1, (1.0, 1.1, 1.3), origin), TIMES], (0.0, 0.2))
+        shares = [(times.origin, share) for times, share in setups]
         assert shares == [(origin, None), ("given", 0.0), ("given", 0.2)]
-        seconds = [float(setups[0].curves("").target(tokens)) for tokens in (1, 2, 3, 4)]
+        seconds = [float(setups[0][0].target(tokens)) for tokens in (1, 2, 3, 4)]
         assert seconds == pytest.approx([1.0, 1.1, 1.3, 1.5])
-        assert float(setups[2].curves("entropy").target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
-        assert float(setups[2].curves("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
+        assert float(setups[2][0].target(6)) == pytest.approx(1.0 + 0.2 * 0.2 * 5)
+        assert float(setups[2][0].costs("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
 
 
 def test_every_size_has_a_table_and_every_result_is_a_row(replays, monkeypatch):

@@ -17,10 +17,10 @@ from evaluation.played import Played
 from evaluation.report.conclusion import NUM_RESAMPLES, conclude, head_shares, near_best
 from evaluation.report.verdict import sentence_of
 from evaluation.splits import RepeatedSplits
-from evaluation.times import Times
 from tests.evaluation.contest.made import contest_at
+from tests.toys.times import flat_times
 
-TIMES = Times.constant(0.001, 1.0)
+TIMES = flat_times(0.001, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 import torch
 
+from decode.policies.batch import Curve
 from decode.policies.registry import LOGISTIC, POLICIES
 from decode.policies.scores import ScoreHead
 from evaluation.competitor import competitors_of
 from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
 from evaluation.families import AUTO, family
 from evaluation.gain import Gain
-from evaluation.times import TimeErrors, Times
+from evaluation.times import TimeErrors
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import autos_for
 from heads import AcceptanceHead
 from tests.evaluation.contest.conftest import CURVE
+from tests.toys.times import flat_times
 
-COST = Times.constant(0.2, 1.0)
+COST = flat_times(0.2, 1.0)
 
 
 def test_the_policies_of_the_yaml_compete_on_its_grids_and_what_cannot_be_replayed_is_refused():
@@ -72,19 +74,19 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])
 def test_no_bound_falls_below_the_target_alone_or_a_fixed_length_where_drafting_is_dear(replays, ratio):
-    cost = Times.constant(1 / ratio, 1.0)
+    cost = flat_times(1 / ratio, 1.0)
     results = hold(replays, cost).results
     oracle = results["oracle"]
     assert max(result.percent_of(oracle) for result in results.values()) == pytest.approx(100)
-    assert oracle.tokens_per_s * cost.t_target_s[0] >= 1 - 1e-9
+    assert oracle.tokens_per_s * cost.alone_s >= 1 - 1e-9
 
 
 @pytest.mark.parametrize("timing", ["fed", "drawn"])
 def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_at_every_ratio(splits, replays, timing):
     """Learned online it is as fast; where drafting cannot pay, it stops drafting."""
-    every = [Times.constant(1 / ratio, 1.0) for ratio in (2, 5, 10, 20)]
+    every = [flat_times(1 / ratio, 1.0) for ratio in (2, 5, 10, 20)]
     rules, online = (
-        autos_for(ScoreHead("perfect", timing), splits.dev, [*every, Times.constant(2.0, 1.0)], is_online=is_online)
+        autos_for(ScoreHead("perfect", timing), splits.dev, [*every, flat_times(2.0, 1.0)], is_online=is_online)
         for is_online in (False, True)
     )
     grid = next(arm for arm in replays.arms if arm.competitor.family == f"perfect_{timing}")
@@ -132,13 +134,13 @@ def test_an_interval_includes_the_error_of_the_times_of_both_policies(replays, e
     """The error of a gain is the root of the sum of squares of what each time's error moves it by."""
     exact, unsure = hold(replays, CURVE), hold(replays, replace(CURVE, errors=errors))
     moves = [
-        replace(CURVE, t_draft_s=CURVE.t_draft_s * (1 + errors.drafting)),
+        replace(CURVE, draft=Curve.line(CURVE.t_draft_s * (1 + errors.drafting))),
         replace(CURVE, t_stop_s={"token_prob": 0.01 + CURVE.t_draft_s * errors.stopping.get("token_prob", 0.0)}),
     ]
     for k, error in enumerate(errors.verifying):
-        target_s = np.array(CURVE.t_target_s)
+        target_s = np.array(CURVE.target.seconds)
         target_s[k] *= 1 + error
-        moves.append(replace(CURVE, t_target_s=tuple(target_s)))
+        moves.append(replace(CURVE, target=replace(CURVE.target, seconds=tuple(target_s.tolist()))))
     for name in ("fixed_length", "cumulative_token_prob", "entropy"):
         before, after = exact.gain(name), unsure.gain(name)
         moved = [

@@ -18,14 +18,14 @@ from evaluation.competitor import Competitor, competitors_of
 from evaluation.contest import Contest, Replays, fastest_on_dev, replay_arms
 from evaluation.gain import Splits
 from evaluation.report.tune import tuned_heads
-from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from heads import AcceptanceHead
 from heads.command import export
 from heads.training.command import train
 from store.shards import read_sidecar, write_shard
+from tests.toys.times import flat_times, times_by_length
 
-COSTS = [Times.constant(0.1, 1.0), Times(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
+COSTS = [flat_times(0.1, 1.0), times_by_length(0.2, (1.0, 1.3, 1.5, 1.7, 1.9, 2.1), "measured")]
 LONGEST = 5
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 
@@ -103,7 +103,7 @@ def test_a_head_of_shuffled_labels_gains_nothing_and_one_of_true_labels_does(tmp
         folder = trace_folder(experiment)
         folder.complete()
         (dataset,) = experiment.datasets
-        traces, cost = Splits(*folder.load(dataset)), Times.constant(0.001, 0.005)
+        traces, cost = Splits(*folder.load(dataset)), flat_times(0.001, 0.005)
         gains[name] = tuned_on(traces, experiment.heads, cost)[0]["gain"]
     assert gains["true"].value > 0.05
     assert gains["shuffled"].value < 0.02

@@ -7,6 +7,7 @@ import pytest
 
 from decode.experiment import Experiment
 from decode.policies import CumulativeTokenProb, FixedLength
+from decode.policies.batch import Curve
 from evaluation.clock import Report, report_of
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import Contest, Result, result_of
@@ -19,8 +20,10 @@ from evaluation.traces.replay import replay_settings
 from lm import Sampling
 from tests.evaluation.commands import config_with
 from tests.toys.small_pair import trace
+from tests.toys.times import times_by_length
 
-COST = Times(0.002, (0.005, 0.006, 0.007, 0.008), "measured", {"token_prob": 0.0002})
+COST = times_by_length(0.002, (0.005, 0.006, 0.007, 0.008), "measured", {"token_prob": 0.0002})
+TWICE = replace(COST.target, seconds=tuple(2 * seconds for seconds in COST.target.seconds))
 POLICIES = {ALONE: FixedLength(0), BASELINE: FixedLength(4), PRODUCT: CumulativeTokenProb(0.3)}
 SETTINGS = {ALONE: {"k": 0}, BASELINE: {"k": 4}, PRODUCT: {"min_token_prob": 0.3}}
 
@@ -54,10 +57,10 @@ def clocked(runners: list[Result], true: Times) -> Report:
     [
         ({}, []),
         # twice as slow in all it does
-        ({"t_draft_s": 0.004, "t_target_s": (0.01, 0.012, 0.014, 0.016), "t_stop_s": {"token_prob": 0.0004}}, []),
+        ({"draft": Curve.line(0.004), "target": TWICE, "t_stop_s": {"token_prob": 0.0004}}, []),
         ({"t_stop_s": {"token_prob": 0.008}}, ["the stop of product of token probabilities"]),
-        ({"t_draft_s": 0.008, "t_stop_s": {"token_prob": 0.0008}}, ["the draft step"]),
-        ({"t_target_s": (0.005, 0.012, 0.014, 0.016)}, ["the verification of drafted tokens"]),
+        ({"draft": Curve.line(0.008), "t_stop_s": {"token_prob": 0.0008}}, ["the draft step"]),
+        ({"target": replace(TWICE, seconds=(0.005, *TWICE.seconds[1:]))}, ["the verification of drafted tokens"]),
     ],
 )
 def test_the_times_that_the_clock_contradicts_are_named_with_the_command_that_renews_them(runners, changes, stale):

@@ -17,14 +17,14 @@ from evaluation.gain import MIN_PROMPTS, Splits
 from evaluation.report.conclusion import conclude, near_best
 from evaluation.report.plots import threshold_figures, thresholds
 from evaluation.report.verdict import record_of
-from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times
 
-COST = Times.constant(0.2, 1.0)
+COST = flat_times(0.2, 1.0)
 
 
 def biased(timing: str, *, scalars: bool = True) -> AcceptanceHead:
@@ -94,7 +94,7 @@ def drawn() -> tuple[Contest, dict[str, Figure]]:
     splits = Splits(*(trace(Sampling(temperature=0.6), copies=6, seed=seed) for seed in (1, 2)))
     heads = {name: HEADS[name] for name in ("own", "drawn")}
     replays = replay_dataset(splits, competitors_of({}, heads, max_draft_length=5), perfect_head=False, name="made")
-    contest = hold(replays, Times.constant(0.2, 1.0), dataset="made")
+    contest = hold(replays, flat_times(0.2, 1.0), dataset="made")
     assert contest.num_prompts >= MIN_PROMPTS
     return contest, threshold_figures(contest)
 

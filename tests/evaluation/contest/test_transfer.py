@@ -11,14 +11,14 @@ from evaluation.contest import Contest, Replays, hold, replay_dataset
 from evaluation.gain import Splits
 from evaluation.report.evaluated import transferred_between
 from evaluation.report.transfer import transfer_records, transfer_table, with_transferred
-from evaluation.times import Times
 from evaluation.tuning.calibration import calibrated_on, is_of_other_sampling
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from lm import Sampling
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times
 
-TIMES = Times.constant(0.2, 1.0)
+TIMES = flat_times(0.2, 1.0)
 FAMILIES = ("fixed_length", "token_prob", "entropy")
 
 

@@ -54,16 +54,16 @@ from evaluation.report.verdict import (
     verdict_sets,
 )
 from evaluation.splits import RepeatedSplits
-from evaluation.times import Times
 from heads import AcceptanceHead
 from heads.measures.figure import INK, figure_of, plot_of
 from heads.model.head import update_config
 from tests.evaluation.contest.made import contest_at, evaluation_of
+from tests.toys.times import flat_times
 
 
 @pytest.mark.parametrize("t_draft_s", [0.2, 0.05])
 def test_the_sentence_of_every_contest_is_its_verdict_with_the_figures_of_its_results(replays, t_draft_s):
-    contest = hold(replays, Times.constant(t_draft_s, 1.0, "measured"), dataset="made")
+    contest = hold(replays, flat_times(t_draft_s, 1.0, "measured"), dataset="made")
     verdict = conclude(contest)
     sentence = sentence_of(verdict)
     ratio = f"On made, on this machine, where a target forward costs {1 / t_draft_s:.1f} draft forwards "
@@ -219,8 +219,8 @@ def test_the_table_the_picture_and_the_record_have_the_same_figures():
     assert all(f">{text}<" in svg for text in ("100", "120", "130", "150", "200"))
     assert Console(width=200).measure(table._replace(note="").table()).maximum <= 100
     assert "best head, drawn-time drawn+s-d1-w3 at 0.731" in table.note
-    near = Times.constant(0.01, 0.02)
-    every = (Times.constant(0.2, 0.9996), *map(near.with_ratio, (5.0, 4.998, 5.000001)))
+    near = flat_times(0.01, 0.02)
+    every = (flat_times(0.2, 0.9996), *map(near.with_ratio, (5.0, 4.998, 5.000001)))
     assert len({stage_plot(replace(contest, times=times)).name for times in every}) == 4, "a file each"
 
 
@@ -303,7 +303,7 @@ def test_splits_that_disagree_and_the_number_of_prompts_that_would_settle_a_lead
 
 def test_a_verdict_over_several_training_sets_is_that_of_all_prompts_together(replays, contest):
     """One set is for the head and twice as slow, so that it decides."""
-    times, every = Times.constant(0.2, 1.0), {}
+    times, every = flat_times(0.2, 1.0), {}
     for dataset, speeds in {"one": {BASELINE: 100, "head_drawn": 98}, "two": {BASELINE: 50, "head_drawn": 60}}.items():
         arms = []
         for name, speed in speeds.items():

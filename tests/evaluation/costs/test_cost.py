@@ -16,6 +16,7 @@ from decode.experiment import Experiment
 from decode.loop.decoder import Generation, Round, SpeculativeDecoder
 from decode.policies import Entropy, FixedLength, HeadPolicy
 from decode.policies.auto import Auto
+from decode.policies.batch import Curve
 from decode.policies.scores import ScoreHead
 from evaluation.costs.init import timing_line
 from evaluation.costs.machine import costs_for
@@ -34,6 +35,7 @@ from tests.evaluation.commands import config_with
 from tests.toys.random_drafts import BLOCK, draft, target
 from tests.toys.random_pairs import random_pair
 from tests.toys.small_pair import Words
+from tests.toys.times import flat_times, times_by_length
 from tests.toys.traces import traced
 
 
@@ -67,13 +69,13 @@ def test_latency_per_token_is_the_papers_sum_of_two_rates():
     counts = replayed.counts
     tokens = counts.num_emitted.sum()
     discard_rate, verification_rate = counts.num_discarded.sum() / tokens, counts.num_target.sum() / tokens
-    latency = Times.constant(t_draft, t_target).time_s(replayed).sum() / tokens
+    latency = flat_times(t_draft, t_target).time_s(replayed).sum() / tokens
     assert latency == pytest.approx(t_draft + t_draft * discard_rate + (t_target - t_draft) * verification_rate)
 
 
 def test_a_stop_is_paid_at_every_draft_forward():
     _, trace = traced("plain", 3, 3, (2,))
-    times = Times(0.01, (1.0, 1.5, 2.5), t_stop_s={"entropy": 0.002})
+    times = times_by_length(0.01, (1.0, 1.5, 2.5), t_stop_s={"entropy": 0.002})
     for policy, step_s in ((FixedLength(3), 0.01), (Entropy(0.5), 0.012)):
         played = replay_settings(trace, policy)
         expected = step_s * played.counts.num_draft_forwards + played.lengths @ np.array([1.0, 1.5, 2.5, 2.5])
@@ -105,11 +107,11 @@ def test_costs_are_found_in_rounds_that_have_them(generated, t_target_s):
     times = costs_of(turns, len(t_target_s) - 1)
     has_blocks = "has_blocks" in generated
     assert times.t_draft_s == pytest.approx(0.032 if has_blocks else 0.02)
-    assert times.t_target_s == pytest.approx(t_target_s, rel=1e-6)
+    assert times.target.seconds == pytest.approx(t_target_s, rel=1e-6)
     if has_blocks:
         assert times.round_s(2, has_blocks=True) == pytest.approx((0.1, 0.137, 0.144))
         # verification adds 5, 12, 19, … ms; the line begins at 0
-        assert times.line(has_blocks=True) == pytest.approx((0.0, 0.1, 0.0064, 0.032), rel=0.02)
+        assert list(times.line("", 5, has_blocks=True).values()) == pytest.approx([0.0, 0.1, 0.0064, 0.032], rel=0.02)
 
 
 def test_a_pace_that_all_times_share_is_no_error_and_a_change_of_one_of_them_is():
@@ -143,7 +145,7 @@ def test_a_curve_is_found_at_every_length_beside_noise_and_a_changing_pace(targe
             turn.append(Round((0,) * k, 0, (0,), "limit", counts, draft_s, target_s))
         turns.append(turn)
     times, k = costs_of(turns, 20), np.arange(1, 21)
-    curve, true = np.array(times.t_target_s), np.array([target_ms(length) for length in range(21)])
+    curve, true = np.array(times.target.seconds), np.array([target_ms(length) for length in range(21)])
     ratios = curve / times.t_draft_s * 0.4
     assert abs(ratios[k] / true[k] - 1).max() < 0.03
     assert 0 < times.errors.largest < 0.03
@@ -161,27 +163,29 @@ def test_another_ratio_keeps_the_target_and_a_head_costs_its_share_of_the_draft(
     by_size = sizes(policies_by_kind([head]), draft_weights := 1000)
     assert by_size["fed-d1"] == num_weights / draft_weights
     assert by_size["entropy"] == 0.0
-    times = Times(0.02, (0.1, 0.2), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size))
+    times = times_by_length(0.02, (0.1, 0.2), t_stop_s={"fed-d1": 0.01}, elsewhere=StopShares("by size", by_size))
     other = times.with_ratio(10.0)
-    assert (other.t_draft_s, other.t_target_s) == (pytest.approx(0.01), (0.1,))
+    assert (other.t_draft_s, other.target) == (pytest.approx(0.01), Curve.line(0.1))
     assert other.stop_s("fed-d1") == pytest.approx(0.01 * num_weights / draft_weights)
     assert "by size" in other.title
 
 
 def test_a_ratio_that_is_the_given_one_is_compared_once_and_times_that_are_no_times_are_refused():
-    given = Times.constant(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    given = flat_times(0.001, 0.005, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
     assert [cost.ratio for cost in given.at_ratios((5.0, 10.0))] == pytest.approx([5.0, 10.0])
-    measured = Times(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
+    measured = times_by_length(0.001, (0.005, 0.006), "measured", t_stop_s={"fed-d1": 0.0001})
     assert [cost.origin for cost in measured.at_ratios((5.0,))] == ["measured", "ratio 5"]
-    dearer = Times(0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1}))
+    dearer = times_by_length(
+        0.001, (0.005,), t_stop_s={"fed-d1": 0.0002}, elsewhere=StopShares("by size", {"fed-d1": 0.1})
+    )
     assert len(dearer.at_ratios((5.0,))) == 2
     for times in ((0.0, (1.0,)), (1.0, ()), (1.0, (1.0, -1.0)), (float("inf"), (1.0,))):
-        with pytest.raises(ValueError, match="positive number of seconds"):
-            Times(*times)
+        with pytest.raises(ValueError, match="as many positive seconds"):
+            times_by_length(*times)
 
 
 def test_policies_of_one_kind_of_stop_share_a_name_and_two_parts_cost_their_sum_unless_measured():
-    times = Times(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
+    times = times_by_length(0.01, (1.0,), t_stop_s={"entropy": 0.002, "fed-d1": 0.003, "drawn-d2 & fed-d1": 0.004})
     kinds = ("", "entropy", "entropy & fed-d1", "drawn-d2 & fed-d1")
     assert [times.stop_s(kind) for kind in kinds] == [0.0, 0.002, 0.005, 0.004]
     heads = [AcceptanceHead(8, 2, timing, scalars=True) for timing in ("fed", "drawn")]
@@ -243,7 +247,7 @@ def test_the_target_may_be_given_as_one_number_or_by_tokens(tmp_path, target, t_
             times_given()
         return
     times = times_given()
-    assert times.t_target_s == pytest.approx(t_target_s)
+    assert times.target_s(np.arange(len(t_target_s))).tolist() == pytest.approx(t_target_s)
     is_free = len(t_target_s) == 1
     assert times.where.endswith("draft forwards however many tokens it verifies") == is_free
     assert ("verifying drafted tokens counts as free" in times.caveat) == is_free

@@ -12,9 +12,10 @@ from decode import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Counts
 from decode.policies import FixedLength
-from decode.policies.batch import BatchCosts, Curve
+from decode.policies.batch import Curve
 from decode.policies.registry import policy_of
-from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer
+from evaluation.batches.load import queue_of
+from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer, answer_of, arm_of
 from evaluation.flags.command import batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
@@ -29,6 +30,7 @@ from tests.cases import first_fast
 from tests.evaluation.commands import printed, refusal
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.toys.small_pair import EOS, LENGTH, LIMIT, PROMPTS, VOCAB, model, trace
+from tests.toys.times import flat_times, times_by_length
 
 GREEDY = Sampling(temperature=0)
 SEARCHED = {"n_max": (1, 2, 3, 5), "n_min": (0, 2), "p_min": (0.0, 0.2, 0.4, 0.6, 0.8)}
@@ -42,7 +44,7 @@ def traces():
 
 
 def answer_at(traces, t_draft_s=1.0, t_target_s=20.0) -> Answer:
-    return Answer(LLAMA, traces, Times.constant(t_draft_s, t_target_s))
+    return answer_of(LLAMA, traces, flat_times(t_draft_s, t_target_s))
 
 
 def decoded(drafter):
@@ -56,7 +58,7 @@ def decoded_speed(policy: ShortDrafts, times: Times) -> float:
     counts = [one.counts for one in decoded(PointMassDrafter(model(2), policy, vocab_size=VOCAB))]
     names = ("num_emitted", "num_target", "num_draft_forwards")
     tokens, rounds, forwards = (sum(getattr(each, name) for each in counts) for name in names)
-    return float(tokens / (times.t_draft_s * (forwards + rounds) + times.t_target_s[0] * rounds))
+    return float(tokens / (times.t_draft_s * (forwards + rounds) + times.alone_s * rounds))
 
 
 @pytest.mark.parametrize("every", first_fast([9, 1], 1))
@@ -86,7 +88,7 @@ def test_an_engine_pays_the_same_for_a_setting_replayed_and_decoded(engine, sett
     drafted = [[len(one.drafted) for one in made.rounds] for made in every]
     lengths = np.array([[np.bincount(lengths, minlength=LENGTH + 1) for lengths in drafted]])
     played = Played(Counts(**counts), lengths, np.arange(len(every)))
-    answer = Answer(ENGINES[engine], traces, Times(1.0, (20.0, 21.0, 22.0)))
+    answer = answer_of(ENGINES[engine], traces, times_by_length(1.0, (20.0, 21.0, 22.0)))
     replayed = replay_settings(next(iter(traces.values())).dev, policy)
     one, other = (answer.speculating.throughput(answer.engine.played(each, [setting])) for each in (played, replayed))
     assert np.allclose(one, other, rtol=1e-12, atol=0)
@@ -117,13 +119,13 @@ def test_the_best_fixed_length_is_that_of_every_way_of_drafting_and_vllm_claims_
     traces = {}
     for way, whole in (ways[index] for index in order):
         traces[way] = Splits(whole.select(range(20)), whole.select(range(20, 40)))
-    answer = Answer(VLLM, traces, Times.constant(1.0, 20.0))
+    answer = answer_of(VLLM, traces, flat_times(1.0, 20.0))
     names = {answer.choices[name].competitor.name for name in (FLAGS, FIXED)}
     assert names == {VLLM.draftings[1].label}
     sentence = next(answer.sentences())
     assert re.search(r"predicted \+[\d.]+ % \([\d.]+, [\d.]+\) over no speculation\.$", sentence)
     few = {way: Splits(splits.dev, splits.test.select(range(8))) for way, splits in traces.items()}
-    sentence = next(Answer(VLLM, few, Times.constant(1.0, 20.0)).sentences())
+    sentence = next(answer_of(VLLM, few, flat_times(1.0, 20.0)).sentences())
     assert "over no speculation. 8 test prompts are too few for an interval" in sentence
 
 
@@ -151,7 +153,7 @@ def test_the_command_prints_the_line_of_every_engine(engine, tiny, capsys):
     assert document["line"] in "\n".join(lines)
     assert {choice["what"] for choice in document["choices"]} >= {NONE, FIXED, FLAGS, "our best head"}
     assert [row["size"] for row in document["batches"]] == ([1, 2] if batch else [])
-    assert document["costs"]["t_target_s"][:5] == pytest.approx([0.006, 0.00625, 0.0065, 0.00675, 0.007])
+    assert document["costs"]["target"] == {"numbers": [1, 5, 9], "seconds": [0.006, 0.007, 0.009]}
 
 
 @pytest.mark.parametrize(
@@ -168,13 +170,20 @@ def test_what_makes_no_sense_is_refused_in_one_line(flags, problem, tiny, capsys
 
 def test_vllm_drafts_its_full_number_in_every_round_and_once_more_for_each_text(traces):
     """Between the two seconds lies what drafts that end with their text would save."""
-    [(drafting, (dev, _))] = traces.items()
-    rule, times = VLLM.competitor("k", 4, {"k": [4]}), Times.constant(1.0, 20.0)
+    [(drafting, splits)] = traces.items()
+    dev = splits.dev
+    rule, times = VLLM.competitor("k", 4, {"k": [4]}), flat_times(1.0, 20.0)
     engines = VLLM, replace(VLLM, drafts_whole=False)
-    whole, ending = (times.throughput(Answer(engine, traces, times).arm(rule, drafting).dev) for engine in engines)
+    whole, ending = (times.throughput(arm_of(engine, rule, drafting, splits).dev) for engine in engines)
     rounds, num_texts = replay_settings(dev, FixedLength(4)).counts.num_target.sum(), 20
     assert whole.seconds.sum() == 20.0 * rounds + 4 * (rounds + num_texts)
     assert ending.seconds.sum() <= (20.0 + 4) * rounds
+    [of_dev, _] = answer_of(VLLM, traces, times).in_batches([1], times.costs(""))[1]
+    num_rounds = replay_settings(dev, FixedLength(4)).counts.num_target[0]
+    requests = queue_of(len(dev.rows), 1)
+    seconds = (24.0 * num_rounds + 4)[requests].sum()
+    tokens = np.diff(dev.offsets)[requests].sum()
+    assert of_dev[4] == pytest.approx(tokens / seconds), "a batch of one costs what one sequence costs"
     rows = [{"size": size, "number": number} for size, number in ((1, 5), (4, 3), (8, 3), (32, 0))]
     sizes = "[[1, 1, 5], [2, 8, 3], [9, 32, 0]]"
     line = f'"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": {sizes}'
@@ -221,7 +230,7 @@ def test_counters_of_every_engine_are_read_and_what_is_none_is_refused(tmp_path)
 
 
 def test_two_counters_bracket_a_block_is_one_forward_and_a_constant_acceptance_is_the_same_at_every_number():
-    given = BatchCosts(Curve.line(1.0), Curve.line(5.0, 0.5))
+    given = Times(Curve.line(1.0), Curve.line(5.0, 0.5))
     counters = read_counters("0.844,0.599,0.385,0.271/0.766,0.545")
     assert [len(one) for one in counters] == [2, 4]
     estimate, low, high = speeds(counters, given, 1)
@@ -241,7 +250,7 @@ def test_counters_at_one_number_name_the_best_one(sampling):
     tokens = np.array([1.0, *(one.emitted.mean() for one in rounds.values())])
     survival = np.array([(rounds[3].emitted > j).mean() for j in (1, 2, 3)])
     for ratio in (2, 5, 20):
-        given = BatchCosts(Curve.line(1.0), Curve.line(ratio))
+        given = Times(Curve.line(1.0), Curve.line(ratio))
         best = int(speeds([survival], given, 1)[0][:6].argmax())
         exact = tokens / (np.arange(6) + ratio)
         assert exact[best] >= 0.98 * exact.max()
@@ -282,7 +291,7 @@ def test_numbers_pairs_and_logs_of_llama_cpp_give_both_times(tmp_path):
     assert curve_of("t_target_ms", 30)([1, 5, 40]).tolist() == [0.03, 0.03, 0.03]
     line = curve_of("t_target_ms", "1:30,5:34,9:50")([1, 3, 5, 7, 11])
     assert line.tolist() == pytest.approx([0.03, 0.032, 0.034, 0.042, 0.058])
-    curves, _ = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
+    curves = given_times(None, None, logs_in(tmp_path, LOG + STATISTICS, LOG))
     assert float(curves.draft(1)) == pytest.approx(0.002)
     assert curves.target([1, 4, 7]).tolist() == pytest.approx([0.009, 0.0145, 0.02])
 
@@ -325,6 +334,6 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
         runs.append((drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
     times = fitted(runs)
     assert times.t_draft_s == pytest.approx(0.003, rel=0.02)
-    assert times.t_target_s == pytest.approx((0.008, 0.011), rel=0.02)
+    assert times.target_s(np.arange(4)).tolist() == pytest.approx([0.008, 0.011, 0.011, 0.011], rel=0.02)
     assert 0 < times.errors.drafting < 0.05
     assert all(0 < error < 0.05 for error in times.errors.verifying)

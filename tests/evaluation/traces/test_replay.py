@@ -20,7 +20,6 @@ from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of
 from decode.policies.scores import ScoreHead
 from evaluation.flags.engines import ShortDrafts
-from evaluation.times import Times
 from evaluation.traces.bounds import Oracle
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
 from evaluation.traces.replay import replay_settings
@@ -33,6 +32,7 @@ from tests.toys.enumeration import ToyModel, assert_same_law, law_of
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS, WITHOUT_HEAD, decoder_of, toy_head
 from tests.toys.small_pair import LENGTH
 from tests.toys.small_pair import trace as small_trace
+from tests.toys.times import flat_times, times_by_length
 from tests.toys.traces import EOS, Toys, traced
 
 GREEDY = Sampling(temperature=0)
@@ -205,12 +205,12 @@ def least_s(is_rejected: tuple[bool, ...], round_s: tuple[float, ...]) -> float:
 
 
 TIMES = {
-    "drafting an accepted token costs more than the target's own": Times.constant(1.5, 1.0),
-    "as much": Times.constant(1.0, 1.0),
-    "less": Times.constant(0.2, 1.0),
-    "verification grows": Times(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
-    "verification has a start": Times(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
-    "verification jumps": Times(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
+    "drafting an accepted token costs more than the target's own": flat_times(1.5, 1.0),
+    "as much": flat_times(1.0, 1.0),
+    "less": flat_times(0.2, 1.0),
+    "verification grows": times_by_length(0.3, (1.0, 1.4, 1.8, 2.2, 2.6, 3.0)),
+    "verification has a start": times_by_length(0.3, (1.0, 2.1, 2.2, 2.3, 2.4, 2.5)),
+    "verification jumps": times_by_length(0.3, (1.0, 1.0, 1.0, 2.5, 2.5, 2.5)),
 }
 
 
@@ -225,7 +225,7 @@ def test_the_oracle_takes_the_least_time_that_any_choice_takes(name, well_accept
     oracle = replay_settings(traced, Oracle(cost.round_s(LENGTH)))
     outcomes = [tuple(traced.is_rejected[slice(*ends)].tolist()) for ends in pairwise(traced.offsets)]
     assert cost.time_s(oracle)[0] == pytest.approx([least_s(one, cost.round_s(LENGTH)) for one in outcomes])
-    all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.t_target_s[0] * np.diff(traced.offsets)
+    all_drafted, alone = cost.time_s(replay_settings(traced, Oracle()))[0], cost.alone_s * np.diff(traced.offsets)
     assert oracle.counts.num_discarded.sum() == 0
     if name == "less":
         assert cost.time_s(oracle)[0] == pytest.approx(all_drafted)

@@ -18,13 +18,13 @@ from evaluation.batches.curves import keep_curves
 from evaluation.costs.machine import kept_costs, key_of
 from evaluation.costs.machine import verdict_of as costs_verdict
 from evaluation.report.replay import at_costs, lengths_text
-from evaluation.times import Times
 from evaluation.traces.disk import record
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from tests.evaluation.commands import called, config_with, printed, refusal
+from tests.toys.times import flat_times
 
 SMALL = ("--decode.num_dev=3", "--decode.num_test=2", "--decode.max_new_tokens=24", "--decode.max_draft_length=6")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
@@ -61,8 +61,28 @@ def test_replay_prints_the_counts_of_the_policy_over_both_splits_and_a_ratio_cha
     assert lengths_text([0, 8, 4, 0]) == "mean 1.33, median 1"
     _, there = printed(capsys, "replay", *flags, *policy, "--ratio", "20")
     assert there["played"][1]["num_drafted"] == played["num_drafted"]
-    assert there["costs"]["t_draft_s"] == pytest.approx(0.05 / 20)
+    assert there["costs"]["draft"]["seconds"][0] == pytest.approx(0.05 / 20)
     assert there["played"][1]["speed_up"] > played["speed_up"]
+
+
+def test_replay_of_several_policies_compares_each_with_the_first_on_the_same_prompts(flags, capsys):
+    specs = [
+        "fixed_length:k=2",
+        "entropy:max_sqrt_entropy=0.4,scale=0.2",
+        "auto_token_prob:t_draft_s=0.01,t_target_s=0.05",
+    ]
+    options = [option for spec in specs for option in ("--policy", spec)]
+    lines, document = printed(capsys, "replay", *flags, *options)
+    speeds = {row["policy"]: row["tokens_per_s"] for row in document["played"] if row["split"] == "test"}
+    assert [*speeds] == specs
+    assert [gain["policy"] for gain in document["gains"]] == specs[1:]
+    for gain in document["gains"]:
+        assert gain["over"] == specs[0]
+        assert gain["gain"] == pytest.approx(speeds[gain["policy"]] / speeds[specs[0]] - 1)
+        assert gain["gain_low"] is None, "2 prompts have no interval"
+        assert " ".join(f"stories: {gain['conclusion']}.".split()) in " ".join(" ".join(lines).split())
+    _, alone = printed(capsys, "replay", *flags, "--policy", specs[1])
+    assert (alone["gains"], alone["played"]) == ([], [row for row in document["played"] if row["policy"] == specs[1]])
 
 
 def test_replay_needs_neither_models_nor_times(flags, capsys):
@@ -75,7 +95,7 @@ def test_replay_needs_neither_models_nor_times(flags, capsys):
     assert drafted[0] == drafted[1]
     assert "stops free: the draft is not here" in document["costs"]["stop_origin"]
     _, document = printed(capsys, "replay", *without_times(flags), "--policy", "entropy", "--ratio", "4")
-    assert (document["costs"]["t_draft_s"], document["costs"]["t_target_s"]) == (0.25, [1.0])
+    assert [document["costs"][name]["seconds"] for name in ("draft", "target")] == [[0.25, 0.25], [1.0, 1.0]]
     assert "nothing measured" in document["costs"]["origin"]
 
 
@@ -162,8 +182,8 @@ def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, cap
 
 def test_auto_at_other_times_than_it_was_tuned_for_estimates_its_lambda_anew():
     rule = Auto(AcceptanceHead(4, 0), 0.01, 0.05, throughput=30.0, prior_profit=2.0, index_offset=0.4)
-    assert at_costs(rule, Times.constant(0.01, 0.05)) is rule
-    other = at_costs(rule, Times.constant(0.001, 0.05))
+    assert at_costs(rule, flat_times(0.01, 0.05), 5) is rule
+    other = at_costs(rule, flat_times(0.001, 0.05), 5)
     assert isinstance(other, Auto)
     assert (other.t_draft_s, other.throughput, other.prior_profit, other.index_offset) == (0.001, None, None, 0.4)
 
@@ -280,7 +300,7 @@ def test_a_record_has_its_own_times_or_asks_for_some_and_is_refused_if_it_lost_a
     errors = {"errors": {"drafting": 0.0, "verifying": 0.0}}
     kept_costs(tmp_path).keep([(key_of(experiment), times | errors)])
     lines, document = printed(capsys, "replay", *untimed, *RECORD, "--policy", "fixed_length:k=2")
-    assert document["costs"]["t_target_s"] == [0.05, 0.06]
+    assert document["costs"]["target"] == {"numbers": [1, 2], "seconds": [0.05, 0.06]}
     assert "At the times of the record" in " ".join(lines)
     keep_curves(experiment, BatchCosts(Curve.line(0.01), Curve.line(0.05)))
     shutil.copy(Path(flags[3]) / "batch_costs.jsonl", tmp_path)

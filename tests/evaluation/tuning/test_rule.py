@@ -10,12 +10,12 @@ from decode.policies.auto import Auto, prior_of
 from decode.policies.base import AfterDraw, Outcome
 from decode.policies.head import HeadPolicy
 from decode.policies.scores import ScoreHead, sigmoid
-from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import Pairs, autos_for, index_of, pairs_of, solve, token_scores
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times, times_by_length
 
 GOOD, BAD = 0.95, 0.2
 STAYS = {GOOD: 0.9, BAD: 0.6}
@@ -108,22 +108,22 @@ def test_the_prior_is_the_best_fixed_length_of_equal_acceptances():
 
 
 def test_times_of_the_rule_are_those_of_the_cost_model_and_it_pays_for_its_own_stops():
-    assert Times.constant(0.1, 1.0).line() == (0.1, 1.0, 0.0, 0.0)
-    assert Times(0.1, (1.0, 1.5)).line() == (0.1, 1.0, 0.0, 0.5)
-    cost = Times(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
-    times = cost.line()
-    assert times == pytest.approx((0.1, 1.0, 0.05, 0.4))
-    rule = Auto(ScoreHead("perfect", "drawn"), **times._asdict())  # type: ignore[arg-type]
+    assert list(flat_times(0.1, 1.0).line("", 5).values()) == [0.1, 1.0, 0.0, 0.0]
+    assert list(times_by_length(0.1, (1.0, 1.5)).line("", 1).values()) == [0.1, 1.0, 0.0, 0.5]
+    cost = times_by_length(0.1, tuple(1.0 + (0.4 + 0.05 * k if k else 0.0) for k in range(6)))
+    times = cost.line("", 5)
+    assert list(times.values()) == pytest.approx([0.1, 1.0, 0.05, 0.4])
+    rule = Auto(ScoreHead("perfect", "drawn"), **times)  # type: ignore[arg-type]
     state = rule.end(rule.begin(rule.start()), Outcome(3, 2, 5, 0.0))
     assert state[4] - rule.start()[4] == pytest.approx(3 * 0.1 + cost.target_s(np.array([3]))[0])
-    concave = Times(0.1, tuple(20 + 16 * (1 - np.exp(-k / 3)) for k in range(21))).line()
+    concave = times_by_length(0.1, tuple(20 + 16 * (1 - np.exp(-k / 3)) for k in range(21))).line("", 20)
     lengths = np.arange(1, 9)
-    of_line = sum(concave[1:]) + concave.t_verify_s * (lengths - 1)
+    of_line = concave["t_target_s"] + concave["t_start_s"] + concave["t_verify_s"] * lengths
     assert abs(of_line / (20 + 16 * (1 - np.exp(-lengths / 3))) - 1).max() < 0.12, "near at the lengths in use"
     head = AcceptanceHead(4, 1, "drawn")
-    cost = Times(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
-    assert cost.line(HeadPolicy(head).stop_kind).t_draft_s == pytest.approx(0.13)
-    assert cost.line().t_draft_s == 0.1
+    cost = times_by_length(0.1, (1.0,), t_stop_s={head.shape_name: 0.03})
+    assert cost.line(HeadPolicy(head).stop_kind, 5)["t_draft_s"] == pytest.approx(0.13)
+    assert cost.line("", 5)["t_draft_s"] == 0.1
     dev = trace(Sampling(temperature=0.6), copies=2, seed=1)
     assert autos_for(ScoreHead("perfect", "drawn"), dev, [cost])[0].t_draft_s == 0.1, "a perfect head costs nothing"
 
@@ -133,7 +133,7 @@ def test_where_starting_to_verify_eats_the_gain_the_rule_does_not_draft():
     that.
     """
     traced = trace(Sampling(temperature=0.6))
-    cost = Times(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
+    cost = times_by_length(0.05, (1.0, *(2.6 + 0.01 * k for k in range(1, 6))))
     for is_online in (False, True):
         rule = autos_for(ScoreHead("perfect", "drawn"), traced, [cost], is_online=is_online)[0]
         replayed = replay_settings(traced, rule)

@@ -13,14 +13,14 @@ from evaluation.competitor import competitors_of, label_of, values_of
 from evaluation.contest import Replays, hold, replay_arms
 from evaluation.families import BASELINE, TRAINING_FREE, family
 from evaluation.gain import Splits
-from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
 from evaluation.tuning.rule import token_rules_for
 from lm import Sampling
 from serve.settings import Policies, Settings
 from tests.toys.small_pair import trace
+from tests.toys.times import flat_times
 
-TIMES = Times.constant(0.2, 1.0)
+TIMES = flat_times(0.2, 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from papers.hierarchies.decoded import MICRO_ALONE, Decoded, StoredLoop, decoded
 from papers.hierarchies.tables import paying, third_level_frame, third_level_verdict
 from papers.hierarchies.times import at_ratios, break_even, fit_times, redundancy
 from tests.evaluation.commands import called, printed, refusal
+from tests.toys.times import times_by_length
 
 FREE = Competitor("sd", "sd", FixedLength(0), ({"k": 3},))
 STOPPED = Competitor("HSDDW", "HSDDW", Entropy(), ({"window": 10},), micro_policy=Entropy())
@@ -50,7 +51,7 @@ def stored(micro: int, draft: int, target: int, *, stop_s: float = 0.0, stall: f
 
 
 def three(times: Times) -> tuple[float, ...]:
-    return times.t_micro_s, times.t_draft_s, *times.t_target_s
+    return times.t_micro_s, times.t_draft_s, times.alone_s
 
 
 def test_sigma_and_eta_of_the_papers_published_pair_fit_one_set_of_counts():
@@ -92,7 +93,7 @@ def test_at_the_break_even_both_take_the_same_time_per_token():
     played = (FREE, (0, 50, 10), 50), (STOPPED, (60, 20, 10), 54), (FREE, (60, 60, 12), 50)
     plain, hierarchy, slow = (decoded_of(one, [[stored(*of, num_emitted=num)]]).played for one, of, num in played)
     for stop_s in (0.0, 0.05):
-        times = Times(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
+        times = times_by_length(0.3, (1.0,), t_stop_s={Entropy().stop_kind: stop_s}, t_micro_s=7.0)
         there = replace(times, t_micro_s=0.3 * break_even(hierarchy, plain, times))
         assert there.tokens_per_s(hierarchy) == pytest.approx(there.tokens_per_s(plain))
         assert break_even(slow, plain, times) < 0
@@ -109,7 +110,9 @@ def test_a_third_level_pays_exactly_between_its_break_evens():
     = 0.2.
     """
     free = replace(STOPPED, policy=FixedLength(0), micro_policy=None)
-    gain = third_level_frame([forty(FREE, (0, 10, 3)), forty(free, (20, 4, 2))], Times(0.2, (1.0,), t_micro_s=1.0), {})
+    gain = third_level_frame(
+        [forty(FREE, (0, 10, 3)), forty(free, (20, 4, 2))], times_by_length(0.2, (1.0,), t_micro_s=1.0), {}
+    )
     here = gain[gain["is_here"]]
     assert paying(here) == "0.00-0.54"
     ends = here[["gain", "low", "high"]].dropna()  # every prompt gains alike
@@ -136,7 +139,7 @@ def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
         assert [one.competitor for one in test] == [FREE, FIXED.at(best)]
     dev = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 4, 2)), forty(FIXED.at(0), (20, 8, 2))]
     test = [forty(FREE, (0, 10, 3)), forty(STOPPED, (20, 40, 9)), forty(FIXED.at(0), (2, 2, 1))]
-    times = Times(0.1, (1.0,), t_micro_s=0.01)
+    times = times_by_length(0.1, (1.0,), t_micro_s=0.01)
     for chosen_on, best, where in ((dev, "HSDDW window=10", "dev"), ([], "pre-verified n=1", "the same prompts")):
         gain = third_level_frame(chosen_on or test, times, {})
         verdict = third_level_verdict(test, chosen_on, gain, times=times)
