@@ -155,6 +155,17 @@ def gain_over(base: Throughput, throughput: Throughput) -> Gain:
     return Gain(value, wide_low, wide_high, standard_error)
 
 
+def gain_of_resamples(value: float, resampled: Float[np.ndarray, " resample"], num_prompts: int) -> Gain:
+    """A gain whose standard error is that of its resamples over prompts, with the normal interval, widened for few
+    prompts as that of `gain_over`.
+    """
+    error = float(resampled.std(ddof=1))
+    if num_prompts < MIN_PROMPTS:
+        return Gain(value, None, None, error)
+    reach = _NORMAL * widening(num_prompts) * error
+    return Gain(value, max(-1.0, value - reach), value + reach, error)
+
+
 def widening(num_prompts: float) -> float:
     """How many times as wide as BCa's the interval of so few prompts is: t with n - 1 degrees of freedom over the
     normal quantile, times sqrt(n / (n - 1)), since resamples vary less than prompts do (Hesterberg 2015, "What Teachers

@@ -18,6 +18,8 @@ from evaluation.traces.trace import Array, Trace, counted
 
 _TURNOVER = 4
 """Each row of the batch serves at least this many requests: the first ones start in step, and later ones do not."""
+NUM_QUEUES = 100
+"""Resampled queues, of whose gains the standard deviation is the error of a gain."""
 
 
 class BatchThroughput(NamedTuple):
@@ -59,11 +61,32 @@ def queue_of(num_rows: int, size: int) -> Int[Array, " request"]:
     return np.concatenate([generator.permutation(num_rows) for _ in range(-(-_TURNOVER * size // num_rows))])
 
 
-def load_at(rounds: Rounds, setting: int, num_rows: int, size: int) -> Load:
-    """The load of a batch under one setting, from the rounds of all settings (lanes are setting * num_rows + row)."""
+def resampled_queues(prompt_of_row: Int[Array, " row"], size: int) -> list[Int[Array, " request"]]:
+    """Queues of the rows of resampled prompts, drawn with replacement, always the same ones; as long as `queue_of` has
+    them.
+    """
+    generator = np.random.default_rng(0)
+    num_prompts = int(prompt_of_row.max()) + 1
+    rows_of = [(prompt_of_row == prompt).nonzero()[0] for prompt in range(num_prompts)]
+    length = len(queue_of(len(prompt_of_row), size))
+    queues = []
+    for _ in range(NUM_QUEUES):
+        prompts = generator.integers(num_prompts, size=num_prompts)
+        rows = generator.permutation(np.concatenate([rows_of[prompt] for prompt in prompts]))
+        queues.append(np.resize(rows, length))
+    return queues
+
+
+def load_at(
+    rounds: Rounds, setting: int, num_rows: int, size: int, queue: Int[Array, " request"] | None = None
+) -> Load:
+    """The load of a batch under one setting, from the rounds of all settings (lanes are setting * num_rows + row);
+    `queue`: rows, instead of `queue_of`.
+    """
     first, end = rounds.lane.searchsorted([setting * num_rows, (setting + 1) * num_rows])
     of_setting = Rounds(*(column[first:end] for column in rounds))
-    return load_of(of_setting._replace(lane=of_setting.lane - setting * num_rows), queue_of(num_rows, size), size)
+    rows = queue_of(num_rows, size) if queue is None else queue
+    return load_of(of_setting._replace(lane=of_setting.lane - setting * num_rows), rows, size)
 
 
 def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:

@@ -4,10 +4,12 @@ on test (laws 4.10, 4.13).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
@@ -15,11 +17,12 @@ from decode.policies.base import Head
 from decode.policies.batch import BatchAuto
 from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import kept_curves, setups_of
-from evaluation.batches.load import BatchThroughput, load_at, queue_of, step_through
+from evaluation.batches.load import NUM_QUEUES, BatchThroughput, load_at, queue_of, resampled_queues, step_through
 from evaluation.competitor import ONLINE, head_in, words_of
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
-from evaluation.table import Table
+from evaluation.gain import Gain, gain_of_resamples
+from evaluation.table import Table, flat
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
@@ -73,21 +76,29 @@ def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {times.ratio:.3g}", unit="sizes"):
             reached: list[tuple[dict[str, str], BatchThroughput]] = []
+            resampled: dict[str, Float[np.ndarray, " queue"]] = {}
+            queues = resampled_queues(test.prompt_of_row, size)
             for entry in competitors:
                 curves = times.costs(entry.policy.stop_kind)
                 speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
                 number = speeds.index(max(speeds))
-                load = load_at(rounds[entry.family][1], number, len(test.rows), size)
+                on_test = partial(load_at, rounds[entry.family][1], number, len(test.rows), size)
+                of_queues = [on_test(queue).throughput(curves).tokens_per_s for queue in queues]
+                resampled[entry.family] = np.array(of_queues)
                 setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
                 named = {"family": entry.family, "name": entry.name, "setting": setting}
-                reached.append((named, load.throughput(curves)))
+                reached.append((named, on_test().throughput(curves)))
             for named, rule in rules_of(replays, times, size):
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
                 reached.append((named, load.throughput(rule.costs)))
             base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
             for named, throughput in reached:
+                gain = Gain(throughput.tokens_per_s / base - 1, None, None, None)
+                if named["family"] in resampled:
+                    gains = resampled[named["family"]] / resampled[BASELINE] - 1
+                    gain = gain_of_resamples(gain.value, gains, test.num_prompts)
                 row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
-                rows.append(row | {"gain": throughput.tokens_per_s / base - 1, "request_s": throughput.request_s})
+                rows.append(row | flat({"gain": gain}) | {"request_s": throughput.request_s})
         yield rows
 
 
@@ -138,12 +149,17 @@ def estimator_of(trace: Trace) -> ScoreHead:
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
 
 
+def _gain_in(row: Mapping[str, Any]) -> Gain:
+    return Gain(row["gain"], row["gain_low"], row["gain_high"], None)
+
+
 def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
     """A table for each size of batch of one dataset at one set of times."""
     tables, names = [], list(families())
     lacks = "" if any(row["family"] == PERFECT for row in rows) else "; no perfect head: decode.perfect_head is false"
     note = (
-        "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length. Predicted "
+        "settings chosen on dev at this size; tokens/s of the whole batch; gain: over the best fixed length, with its "
+        f"95 % interval from {NUM_QUEUES} resampled queues of prompts (rules of the whole batch have none). Predicted "
         "from the seconds of a batch's rounds (law 4.13 of docs/laws.md). No oracle: it ignores the other sequences, "
         f"so it bounds nothing in a batch{lacks}"
     )
@@ -154,7 +170,7 @@ def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
                 "policy": family(row["family"]).label,
                 "setting": ": ".join(filter(None, (head_in(row["name"]), row["setting"]))),
                 "tokens/s": f"{row['tokens_per_s']:.1f}",
-                "gain": "" if row["family"] == BASELINE else f"{row['gain']:+.1%}",
+                "gain": "" if row["family"] == BASELINE else _gain_in(row).text,
                 "seconds per request": f"{row['request_s']:.3g}",
             }
             for row in of_size

@@ -12,7 +12,7 @@ from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import setups_of
 from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
-from evaluation.contest import Replays, replay_arms
+from evaluation.contest import Contest, Replays, fastest_on_dev, replay_arms
 from evaluation.families import AUTO
 from evaluation.gain import Splits
 from evaluation.report import batches
@@ -71,6 +71,24 @@ def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_
             best = max(range(len(dev)), key=lambda setting: dev[setting].tokens_per_s)
             assert (row["tokens_per_s"], row["request_s"]) == (test[best].tokens_per_s, test[best].request_s)
         assert row["setting"] == ", ".join(f"{key}={value}" for key, value in arm.competitor.settings[best].items())
+
+
+def test_gains_in_batches_have_the_interval_of_resampled_prompts_which_a_batch_of_one_shares(replays):
+    """A batch of one has the interval of one sequence after another; the rules of a whole batch have none."""
+    contest = Contest("", TIMES, fastest_on_dev(replays.arms, TIMES))
+    for row in rows_at(replays, with_share(TIMES, 0.0), [1, 4]):
+        if row["family"] in ("fixed_length", "perfect_drawn"):
+            assert row["gain_low"] == row["gain_high"] == (0.0 if row["family"] == "fixed_length" else None)
+            continue
+        assert row["gain_low"] < row["gain"] < row["gain_high"]
+        if row["batch_size"] == 1:
+            gain = contest.gain(row["family"])
+            assert row["gain"] == pytest.approx(gain.value)
+            assert row["gain_high"] - row["gain_low"] == pytest.approx(gain.high - gain.low, rel=0.3)
+    few = Splits(*(split.select(range(9)) for split in replays.traces))
+    competitors = [arm.competitor for arm in replays.arms]
+    [*rows] = rows_at(Replays(few, list(replay_arms(competitors, few))), with_share(TIMES, 0.0), [2])
+    assert {row["gain_low"] for row in rows} == {None}
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
