@@ -1,5 +1,6 @@
 """Commands that replay, time and compare policies: their flags and help. `configs.making` has the others."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from configs.flag_types import EngineName, Milliseconds, RaceRules, Sizes
@@ -74,6 +75,7 @@ def flags(
     batch: Sizes | None = None,
     from_: str | None = None,
     block: bool = False,
+    drawn: bool = False,
     json: bool = False,
 ) -> object:
     """Find an engine's best settings by replaying its rule on a trace, and print the line to paste.
@@ -91,18 +93,21 @@ def flags(
         from_: the engine's own counters of accepted tokens by position, instead of a trace, for any kind of draft
             (written --from): files, or the shares themselves, 0.84,0.60,0.39.
         block: with --from, a draft is one forward however many tokens it has (DFlash, DSpark, P-EAGLE).
+        drawn: also record the trace of drafts that our loop draws, if the engine drafts otherwise, to compare our
+            policies on them; a trace that is complete is always used.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
 
 
 @runs("evaluation.report.replay:replay_policy")
-def replay(config: Experiment, *, policy: str, ratio: float | None = None, json: bool = False) -> object:
-    """Replay one policy over the recorded trace: counts, rates, tokens/s, draft lengths.
+def replay(config: Experiment, *, policy: Sequence[str], ratio: float | None = None, json: bool = False) -> object:
+    """Replay policies over the recorded trace: counts, rates, tokens/s, draft lengths, gains over the first one.
 
     Args:
         config: of the experiment whose trace is replayed (`python -m evaluation trace` records it).
         policy: a name (a wrong one prints them all), auto, head:PATH or your own as my_module:Unsure, with parameters:
-            entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2.
+            entropy:max_sqrt_entropy=0.4, my_module:Unsure:floor=0.2. Several (--policy a --policy b) are compared with
+            the first one on the same test prompts, in pairs.
         ratio: t_target / t_draft of other hardware; null: the given or kept times, else the first of decode.ratios.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """
