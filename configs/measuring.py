@@ -15,6 +15,7 @@ def evaluate(
     clock: int = 0,
     repeats: int = 3,
     transfer_from: str | None = None,
+    against: str | None = None,
     all: bool = False,
     json: bool = False,
 ) -> object:
@@ -28,6 +29,8 @@ def evaluate(
         repeats: number of timed generations per prompt; the median counts.
         transfer_from: decode.dir of an evaluation under another sampling; the settings chosen on its first dataset are
             also judged on every dataset of this one.
+        against: decode.dir of another evaluation of the same trace, such as of heads that were trained before; every
+            policy is compared with its own there, paired by test prompt, at the times of this evaluation.
         all: also print one row per policy.
         json: print everything as one JSON document on stdout; tables and sentences then go to stderr.
     """

@@ -15,6 +15,7 @@ from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.clock import check_clock, clock_table
+from evaluation.report.against import against_table, compare_with, read_prompts
 from evaluation.report.evaluated import Evaluation, clocked, evaluated
 from evaluation.report.page import folder_of, write_csv, write_report, write_tables
 from evaluation.report.tables import brief_table, result_table, stage_table
@@ -32,17 +33,20 @@ def evaluate(
     clock: int = 0,
     repeats: int = 3,
     transfer_from: str | None = None,
+    against: str | None = None,
     all: bool = False,
     json: bool = False,
 ) -> None:
     """Run `acceptance-heads evaluate`; `configs.measuring` documents its flags."""
     check_local(transfer_from, "--transfer_from")
+    other = None if against is None else read_prompts(against)
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
     sizes = sizes_of(batch)
     with printing(json) as publish:
         experiment = Experiment(config)
         directory = folder_of(experiment)
         evaluation = evaluated(experiment, sizes=sizes or (), transfer_from=transfer_from)
+        compared = {} if other is None else {"against": _against(evaluation, other, against or "")}
         _print_tables(evaluation, has_all=all)
         written = write_tables(evaluation, directory)
         written += publish_verdict(evaluation.verdict, experiment, directory)
@@ -56,8 +60,22 @@ def evaluate(
                 publish_verdict(evaluation.verdict, experiment, directory)
         write_report(evaluation, directory)
         paths = _announced(written, experiment)
-        publish({"costs": asdict(evaluation.times), "verdict": evaluation.verdict, **_document(evaluation, paths)})
+        costs = asdict(evaluation.times)
+        publish({"costs": costs, "verdict": evaluation.verdict, **_document(evaluation, paths), **compared})
         _tell_all(evaluation)
+
+
+def _against(evaluation: Evaluation, other: pd.DataFrame, directory: str) -> list[dict[str, Any]]:
+    """Print every family here and in another evaluation of the trace; the rows for JSON."""
+    contests = {dataset: contests[0] for dataset, contests in evaluation.contests.items()}
+    records = compare_with(other, directory, contests, evaluation.replays)
+    for dataset in contests:
+        of_dataset = [record for record in records if record["dataset"] == dataset]
+        if of_dataset:
+            against_table(of_dataset, directory, evaluation.times.title).print()
+    best = next((record for record in records if record["family"] == evaluation.best.family), records[0])
+    say(f"{best['dataset']}: {best['conclusion']}.")
+    return records
 
 
 def _print_tables(evaluation: Evaluation, *, has_all: bool) -> None:

@@ -16,6 +16,7 @@ from evaluation.competitor import Arm, competes
 from evaluation.contest import Contest, Replays, hold_each
 from evaluation.families import family
 from evaluation.keys import made
+from evaluation.report.against import PROMPTS, write_prompts
 from evaluation.report.evaluated import Evaluation
 from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
@@ -56,6 +57,8 @@ def write_tables(evaluation: Evaluation, directory: Path) -> list[Path]:
     ]
     for name, replays in evaluation.replays.items():
         written.append(_write_counts(directory / f"counts-{name}.parquet", replays.arms))
+    contests = {name: contests[0] for name, contests in evaluation.contests.items()}
+    written.append(write_prompts(directory / PROMPTS, contests, evaluation.replays))
     return [directory / "report.html", directory / "plots", *written]
 
 

@@ -210,7 +210,8 @@ def test_what_cannot_be_replayed_is_refused_in_one_line_before_anything_is_timed
     flags, capsys, monkeypatch, name, argv, message
 ):
     if "--decode.seed" in argv and name != "replay":
-        monkeypatch.setattr(f"evaluation.report.{name}.costs_for", lambda *_: pytest.fail("timed"))
+        module = {"evaluate": "evaluated"}.get(name, name)
+        monkeypatch.setattr(f"evaluation.report.{module}.costs_for", lambda *_: pytest.fail("timed"))
     assert message in refusal(capsys, name, *(without_times(flags) if "no times" in message else flags), *argv)
 
 
