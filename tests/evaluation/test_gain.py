@@ -152,7 +152,7 @@ CONCLUSIONS = {
     "slower": (Gain(-0.1, -0.15, -0.05, 0.02), "A is slower than B by more than noise, -10.0 % (-15.0, -5.0)"),
     "noise": (
         Gain(0.02, -0.02, 0.06, 0.02),
-        "A and B differ by no more than noise, +2.0 % (-2.0, 6.0); about 160 test prompts would settle it (raise "
+        "A and B differ by no more than noise, +2.0 % (-2.0, 6.0); about 170 test prompts would settle it (raise "
         "decode.num_test)",
     ),
     "times": (
