@@ -162,7 +162,7 @@ def gain_of_resamples(value: float, resampled: Float[np.ndarray, " resample"], n
     error = float(resampled.std(ddof=1))
     if num_prompts < MIN_PROMPTS:
         return Gain(value, None, None, error)
-    reach = _NORMAL * widening(num_prompts) * error
+    reach = _NORMAL * widening(float(num_prompts)) * error
     return Gain(value, max(-1.0, value - reach), value + reach, error)
 
 
