@@ -104,7 +104,7 @@ def flags(
 
 @runs("evaluation.report.replay:replay_policy")
 def replay(config: Experiment, *, policy: Sequence[str], ratio: float | None = None, json: bool = False) -> object:
-    """Replay policies over the recorded trace: counts, rates, tokens/s, draft lengths, gains over the first one.
+    """Replay policies over the recorded trace: counts, rates, tokens/s, gains over the first one.
 
     Args:
         config: of the experiment whose trace is replayed (`python -m evaluation trace` records it).
