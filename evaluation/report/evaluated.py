@@ -179,7 +179,7 @@ class Evaluation:
         if isinstance(policy, str) and policy in contest.results:
             return contest.results[policy]
         rule = self.experiment.policy(policy) if isinstance(policy, str) else policy
-        rule = at_costs(rule, contest.times)
+        rule = at_costs(rule, contest.times, self.experiment.decode.max_draft_length)
         traces = [self.replays[name].traces.test for name in self._datasets_of(dataset)]
         played = joined([replay_settings(trace, rule) for trace in traces])
         throughput = contest.times.throughput(played).at(0)
