@@ -19,11 +19,13 @@ MORE_PARAMETERS = {
     "configs.making.init": 10,  # a command's flags, here and below
     "configs.making.generate": 8,
     "configs.measuring.bench": 11,
-    "configs.measuring.flags": 9,
+    "configs.measuring.evaluate": 8,
+    "configs.measuring.flags": 10,
     "evaluation.costs.init.init": 10,
     "evaluation.bench.command.bench": 11,  # the same
     "evaluation.bench.race.__init__": 8,  # flags of `bench`, each by its name
-    "evaluation.flags.command.flags": 9,  # the same
+    "evaluation.report.evaluate.evaluate": 8,
+    "evaluation.flags.command.flags": 10,  # the same
     "heads.model.head.__init__": 8,  # entries of config.json, each by its name
 }
 
