@@ -16,6 +16,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,12 @@ def serve_clock(
         settings = {"policy": "fixed_length:k=2", "heads": {"head": head}, "allow_foreign_heads": True}
         arguments = {"max_num_seqs": max(concurrency)}
         job = {**models, "longest": LONGEST, "settings": settings, "arguments": arguments}
-        stopping = EngineProcess(job, folder / "stopping.json")
-        alone = EngineProcess(job | {"draft": None, "settings": None}, folder / "alone.json")
-        try:
+        with (
+            closing(EngineProcess(job, folder / "stopping.json")) as stopping,
+            closing(EngineProcess(job | {"draft": None, "settings": None}, folder / "alone.json")) as alone,
+        ):
             for report in timed(stopping, alone, turns=turns, sizes=concurrency, temperature=temperature):
                 print(json.dumps({"layers": layers, "temperature": temperature, **report}), flush=True)
-        finally:
-            stopping.close()
-            alone.close()
 
 
 def saved(path: Path, folder: Path, *, num_layers: int) -> str:

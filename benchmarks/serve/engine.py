@@ -180,8 +180,10 @@ def _illegal() -> Any:
             lane.run.steps.pop()
 
     Lane.take = dropped  # type: ignore[method-assign]
-    yield
-    Lane.take = take  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Lane.take = take  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -63,8 +63,15 @@ class EngineProcess:
         raise SystemExit(f"vLLM exited; the end of its log:\n{self._log.read()[-4000:]}")
 
     def close(self) -> None:
+        """End the process, by force if it does not end itself, and close its log."""
         self._process.terminate()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            self._log.close()
 
 
 def pair_of_the_trio() -> Pair:

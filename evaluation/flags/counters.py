@@ -38,7 +38,8 @@ _REMEDY = (
 
 def read_counters(source: str) -> list[Array]:
     """S_1 … S_K of each counter that --from names, K ascending: files with commas between them, or numbers, with a
-    slash between two lists. ValueError for no counters, and for shares that rise or are outside [0, 1].
+    slash between two lists. ValueError for no counters, for two of one K, and for shares that rise or are outside
+    [0, 1].
     """
     if re.fullmatch(r"[\d.,/ ]+", source):
         lists = [[float(number) for number in part.split(",")] for part in source.split("/")]
@@ -48,6 +49,12 @@ def read_counters(source: str) -> list[Array]:
     for shares in lists:
         if not shares or not all(1 >= a >= b >= 0 for a, b in zip([1.0, *shares], shares, strict=False)):
             raise ValueError(f"--from is {source}: {shares} are not falling shares between 1 and 0; {_REMEDY}")
+    numbers = [len(shares) for shares in lists]
+    if repeated := [number for number in numbers if numbers.count(number) > 1]:
+        raise ValueError(
+            f"--from is {source}: {numbers.count(repeated[0])} counters are of {repeated[0]} drafted tokens; give one "
+            "counter for each number"
+        )
     return sorted((np.array(shares) for shares in lists), key=len)
 
 

@@ -108,7 +108,7 @@ def _publish_clocks(evaluation: Evaluation, directory: Path) -> Path:
     for report in evaluation.clocks:
         clock_table(report).print()
     path = directory / "clock.json"
-    write_atomic(path, to_json(_clocks_in_json(evaluation), indent=1).encode())
+    write_atomic(path, to_json(_clocks_in_json(evaluation), indent=1, allow_nan=False).encode())
     return path
 
 

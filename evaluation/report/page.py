@@ -95,18 +95,23 @@ def _at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
 
 
 def write_report(evaluation: Evaluation, directory: Path) -> None:
-    """Write report.html, and every plot as a file."""
+    """Write report.html, and every plot as a file; plots of earlier evaluations are removed."""
     is_several = len(evaluation.contests) > 1
     datasets = []
+    outdated = set((directory / "plots").glob("*.svg"))
     for name, contests in evaluation.contests.items():
         plots = [*map(stage_plot, contests), *all_plots(evaluation.replays[name], contests[0])]
         if is_several:
             plots = [plot.of(name) for plot in plots]
         for plot in plots:
-            write_atomic(directory / "plots" / f"{plot.name}.svg", plot.svg.encode())
+            path = directory / "plots" / f"{plot.name}.svg"
+            write_atomic(path, plot.svg.encode())
+            outdated.discard(path)
         tables = map(stage_table, contests)
         answers = list(zip(map(sentence_at, contests), tables, plots[: len(contests)], strict=True))
         datasets.append({"name": name, "answers": answers, "contests": contests, "plots": plots[len(contests) :]})
+    for path in outdated:
+        path.unlink()
     clocks = [
         clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"])
         for report in evaluation.clocks

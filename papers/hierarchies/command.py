@@ -76,8 +76,8 @@ def report(
     (times, r2), given = fit_times([*dev, *test]), at_ratios(*_GIVEN, shares)
     rows = tables.rows_of(test, times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
-    pd.DataFrame(rows).to_csv(directory / "arms.csv", index=False)
-    gain.to_csv(directory / "gain.csv", index=False)
+    for name, frame in (("arms", pd.DataFrame(rows)), ("gain", gain)):
+        write_atomic(directory / f"{name}.csv", frame.to_csv(index=False).encode())
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
     nums = (decoded[0].num_prompts if decoded else 0 for decoded in (test, dev))
     title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)

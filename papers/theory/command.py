@@ -14,6 +14,7 @@ from configs.schema import Config
 from evaluation.table import Table, announce, printing, say, shown
 from heads.measures.figure import panels_of
 from papers.theory import closed_forms as forms
+from store.shards import write_atomic
 
 _WIDTH = 110
 _COLUMNS = {
@@ -51,7 +52,7 @@ def theory(
     directory = Path(config.decode.dir) / "theory"
     directory.mkdir(parents=True, exist_ok=True)
     table, figure = directory / "theory.csv", directory / "chen-figure-1.png"
-    pd.DataFrame(rows).to_csv(table, index=False)
+    write_atomic(table, pd.DataFrame(rows).to_csv(index=False).encode())
     plot_interleaved(figure, rates=rates[:2], costs=costs)
     with printing(json) as publish:
         Table("tokens per target forward, i.i.d. acceptance", shown(rows, _COLUMNS), names=2).print(_WIDTH)

@@ -119,6 +119,8 @@ def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_eva
 def test_plots_of_two_datasets_are_two_files(contest, replays, tmp_path):
     contests = {name: [replace(contest, dataset=name)] for name in ("one", "two")}
     of_sets = dict.fromkeys(contests, replays)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "of-an-earlier-evaluation.svg").touch()
     write_report(evaluation_of(contests, of_sets), tmp_path)
     names = {plot.name for plot in (stage_plot(contest), *all_plots(replays, contest))}
     assert {"gain-here", "draft_lengths", "reliability", "thresholds-1"} <= names

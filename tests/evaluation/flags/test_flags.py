@@ -219,7 +219,9 @@ COUNTED = {
 
 def test_counters_of_every_engine_are_read_and_what_is_none_is_refused(tmp_path):
     (path := tmp_path / "counters").write_text("no counters")
-    for source, problem in {"0.5,0.6": "not falling", "1.5": "not falling", str(path): "has no counters"}.items():
+    problems = {"0.5,0.6": "not falling", "1.5": "not falling", str(path): "has no counters"}
+    problems["0.8,0.6/0.7,0.5"] = "2 counters are of 2 drafted tokens; give one counter for each number"
+    for source, problem in problems.items():
         with pytest.raises(ValueError, match=problem):
             read_counters(source)
     for kind, text in COUNTED.items():
