@@ -17,8 +17,8 @@ from lm.rope import rope_switch_of
 from lm.selfcheck import check_batch
 
 Texts = Sequence[Sequence[int]]
+# tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward
 _MAX_EXTRA = 4
-"""Tokens before the requested rows that a forward takes along; a row that lacks more is fed them in another forward."""
 
 
 class BatchRow(ModelledText):
@@ -52,7 +52,8 @@ class BatchModel:
         num_rows: number of sequences.
         num_tokens: tokens of the longest sequence and its draft; what is cached of a longer one is copied as it grows.
         """
-        self.model, self.vocab_size = cached.model, cached.vocab_size
+        self.model = cached.model
+        self.vocab_size = cached.vocab_size
         self.device = device_of(self.model)  # `cached` knows where the model was at its last reset
         self._cache = make_cache(self.model, num_tokens + _MAX_EXTRA + 1)
         self.rows = [BatchRow(self, row, cached) for row in range(num_rows)]

@@ -18,10 +18,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CAPACITY = 256  # positions that a cache of unknown length has room for at first
 _MAX_STEP = 4096  # positions by which a cache grows at most: doubling a long one would take too much memory
+# Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
+# further than the others means going back to the prompt.
 _MAX_SNAPSHOTS = 48
-"""Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
-further than the others means going back to the prompt.
-"""
 
 
 class RowFeed(NamedTuple):
@@ -57,7 +56,8 @@ class BufferLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         if self.feed is not None:
             return self._update_rows(self.feed, key_states, value_states)
-        filled, num_new = self.length, key_states.shape[-2]
+        filled = self.length
+        num_new = key_states.shape[-2]
         if filled == 0:
             self._prepare(len(key_states), key_states, value_states)
         self.length += num_new
@@ -76,8 +76,8 @@ class BufferLayer(DynamicLayer):
         positions = feed.positions.to(key_states.device)
         for buffer, states in ((self._keys, key_states), (self._values, value_states)):
             buffer[rows[:, None], :, positions] = states.transpose(1, 2)
-        keys, values = self._keys[:, :, : feed.end], self._values[:, :, : feed.end]
-        return (keys[: len(rows)], values[: len(rows)]) if feed.are_first else (keys[rows], values[rows])
+        shown = slice(len(rows)) if feed.are_first else rows  # a slice copies nothing
+        return self._keys[shown, :, : feed.end], self._values[shown, :, : feed.end]
 
     def get_seq_length(self) -> int:
         """Positions held; 0 while rows differ in length, since models are then given positions and a mask."""
@@ -89,7 +89,8 @@ class BufferLayer(DynamicLayer):
 
     def drop_first(self, count: int) -> None:
         """Forget the first positions of every row."""
-        self.first, self.length = self.first + count, self.length - count
+        self.first += count
+        self.length -= count
 
     def keep_entries(self, length: int, positions: Tensor) -> None:
         """Keep the first `length` positions and, moved together after them, the entries at these positions."""
@@ -99,18 +100,21 @@ class BufferLayer(DynamicLayer):
         self.length = length + len(positions)
 
     def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
-        """Overwrite these rows, of `num_rows`, with those of another layer, right-aligned; it has at most as many
-        positions, unless this one is empty. Positions left of a shorter row become 0, since a NaN there would survive
-        the mask that must hide them: 0 * NaN is NaN.
+        """Overwrite these rows of the `num_rows` with the rows of another layer, aligned at their right ends.
+
+        The other layer may be longer only if this one is empty. Positions left of a shorter row become 0: a NaN there
+        would survive the mask that must hide them, since 0 * NaN is NaN.
         """
         self._prepare(num_rows, other._keys, other._values)
         if self.length < other.length:
             assert self.length == 0, "a layer with shorter rows would have to move them"
             self.length = other.length
-        end, rows = self.first + self.length, rows.to(self._keys.device)
+        end = self.first + self.length
+        rows = rows.to(self._keys.device)
         for buffer in (self._keys, self._values):
             buffer[rows, :, self.first : end - other.length] = 0
-        self._keys[rows, :, end - other.length : end], self._values[rows, :, end - other.length : end] = other._view()
+        for buffer, held in zip((self._keys, self._values), other._view(), strict=True):
+            buffer[rows, :, end - other.length : end] = held
         self._view()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -122,7 +126,8 @@ class BufferLayer(DynamicLayer):
 
     def _prepare(self, num_rows: int, *states: Tensor) -> None:
         """Allocate the buffers, unless they have this many rows, and the dtype and the device of the states."""
-        self.dtype, self.device = states[0].dtype, states[0].device
+        self.dtype = states[0].dtype
+        self.device = states[0].device
         like = self.dtype, self.device, num_rows
         if self.is_initialized and (self._keys.dtype, self._keys.device, len(self._keys)) == like:
             return
@@ -247,10 +252,10 @@ def growing_cache(capacity: int) -> DynamicCache:
     return cache
 
 
-def roll_back(cache: Any, length: int) -> None:
+def roll_back(cache: DynamicCache, length: int) -> None:
     """Keep the first `length` positions of a cache of `growing_cache`."""
     for layer in cache.layers:
-        layer.roll_back(length)
+        layer.roll_back(length)  # type: ignore[union-attr]  # a `BufferLayer`
 
 
 def is_attention(cache: DynamicCache) -> bool:

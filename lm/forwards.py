@@ -31,8 +31,8 @@ _MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
 
 BodyAndHead = tuple[Callable[..., Any], Callable[[Tensor], Tensor]]
 """From ids, positions and a cache to an output with `last_hidden_state`, after the final norm; and to logits."""
+# for each model, its body and LM head when they were tested, and the result
 _TESTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, BodyAndHead | None]] = WeakKeyDictionary()
-"""For each model, its body and LM head when they were tested, and the result."""
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
@@ -62,7 +62,8 @@ def _has_hooks(module: nn.Module) -> bool:
 @torch.inference_mode()
 def _is_whole(parts: BodyAndHead, model: PreTrainedModel) -> bool:
     """True if both give the same bits, for a prompt and for a token after it."""
-    (body, head), caches = parts, [make_cache(model, 4) for _ in range(2)]
+    body, head = parts
+    caches = [make_cache(model, 4) for _ in range(2)]
     for first, end in ((0, 2), (2, 3)):
         positions = torch.arange(first, end, device=device_of(model))[None]
         settings = {"input_ids": positions % 2, "use_cache": True}

@@ -228,7 +228,8 @@ class CachedModel(ModelledText):
         """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those that are:
         the logits after the last of the tokens, if there are any, and after each new node.
         """
-        num_cached, num_text = len(self._tree), self._length - len(self._tree) + len(new_tokens)
+        num_cached = len(self._tree)
+        num_text = self._length - num_cached + len(new_tokens)
         self._check_side(num_text, num_text + tree.depth)
         assert not (new_tokens and num_cached), "roll back before the text grows: it would leave its tree"
         if len(new_tokens) > _MAX_PENDING:
@@ -247,7 +248,8 @@ class CachedModel(ModelledText):
         entries = torch.tensor([length + node for node in path], dtype=torch.long, device=self.device)
         for layer in self._buffers if self.recorder is None else [*self._buffers, self.recorder.buffer]:
             layer.keep_entries(length, entries)
-        self._length, self._tree = length + len(path), EMPTY
+        self._length = length + len(path)
+        self._tree = EMPTY
         self._check_lengths()
 
     def _feed_text(self, fed: Sequence[int], num_rows: int) -> Logits:

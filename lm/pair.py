@@ -28,7 +28,7 @@ from lm.features.base import FeatureDraft
 from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.folders import refuse_no_model
-from lm.forwards import eos_ids_of, num_logits_of
+from lm.forwards import eos_ids_of
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -84,7 +84,7 @@ def load_pair(config: PairConfig) -> Pair:
     drafting = models.get("draft") or feature_draft_of(config.draft, target)
     pair = Pair(target, drafting, models.get("micro"), tokenizer)
     for name, model in models.items():
-        check_width(model, pair.vocab_size, name)
+        check_width(model.config, pair.vocab_size, name)
     return pair
 
 
@@ -248,7 +248,8 @@ def without_weights(source: ModelSource) -> PreTrainedModel:
 
 def weight_bytes(source: ModelSource) -> float:
     """Bytes of a model's weights, from its config alone: layers as they are quantised, tables in the model's dtype."""
-    model, fields = without_weights(source), _fields_of(source.quantization)
+    model = without_weights(source)
+    fields = _fields_of(source.quantization)
     width = dtype_bytes(source, model.config)
     num_bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else 16
     num_bits = next((fields[name] for name in ("bits", "nbits", "w_bit") if name in fields), num_bits)
@@ -270,7 +271,8 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
     """Turn what transformers and tokenizers raise over broken files (anything, even bare `Exception`) into one line.
     Progress bars of loading weights are hidden meanwhile, those of downloads are not.
     """
-    has_bars, hides_downloads = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    has_bars = logging.is_progress_bar_enabled()
+    hides_downloads = are_progress_bars_disabled()
     logging.disable_progress_bar()
     if not hides_downloads:
         enable_progress_bars()
@@ -284,7 +286,8 @@ def _reading(source: ModelSource, part: str) -> Iterator[None]:
 
 
 def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
-    path, cause = source.path, " ".join(str(error).split())[:300]
+    path = source.path
+    cause = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
         free_memory()
         device = source.device_map or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -311,20 +314,16 @@ def _refusal_of(error: Exception, source: ModelSource, part: str) -> Exception:
     )
 
 
-def check_width(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError if the model lacks logits for a token that may be emitted."""
-    _check_width(num_logits_of(model), vocab_size, name)
-
-
 def check_widths(config: PairConfig) -> None:
     """`check_width` of every model by its config.json, without loading weights."""
     vocab_size = vocab_size_of(load_tokenizer(config.target), model_config(config.target))
     for name, source in _sources(config).items():
-        _check_width(int(model_config(source).get_text_config().vocab_size), vocab_size, name)
+        check_width(model_config(source), vocab_size, name)
 
 
-def _check_width(width: int, vocab_size: int, name: str) -> None:
-    if width < vocab_size:
+def check_width(config: PretrainedConfig, vocab_size: int, name: str) -> None:
+    """Raise ValueError if a model with this config lacks logits for a token that may be emitted."""
+    if (width := int(config.get_text_config().vocab_size)) < vocab_size:
         raise ValueError(
             f"{name} has logits for {width} ids and {vocab_size} are in use; resize its embeddings or use its own "
             "tokenizer"

@@ -14,8 +14,8 @@ from transformers.distributed import DistributedConfig
 
 from configs.schema import ModelSource, PairConfig
 
+# maximum wait of a forward for another process, which may still read its slice from a slow disk
 _FORWARD_TIMEOUT = timedelta(hours=2)
-"""Maximum wait of a forward for another process, which may still read its slice from a slow disk."""
 
 
 def sliced_models(pair: PairConfig) -> tuple[str, ...]:

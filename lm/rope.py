@@ -2,10 +2,14 @@
 
 Some models rotate *all* tokens of a forward by one set of frequencies up to `bound` tokens, and by another beyond
 (`longrope`: Phi-3 and Phi-4 with 128k, PhiMoE, MiniCPM). A forward that crosses the bound would give other
-distributions than one token at a time. So a text is either short, with at most `bound` tokens, or long: its prompt
-alone has more than `bound` tokens, in the loop without the last one, which may be fed later. A text that would cross is
-refused. With `dynamic` frequencies every length beyond the bound, which is the model's context, has its own set: no
-text may exceed it.
+distributions than one token at a time. So a text is either short or long:
+
+    short    it has at most `bound` tokens
+    long     its prompt has more than `bound` tokens; the loop counts the prompt without its last token, which may be
+             fed in a later forward
+
+A text that would become long while it grows is refused. With `dynamic` frequencies every length beyond the bound, which
+is the model's context, has its own set of frequencies, so no text may exceed the bound.
 """
 
 import math
@@ -36,7 +40,8 @@ class RopeSwitch(NamedTuple):
 
 def rope_switch_of(model: PreTrainedModel) -> RopeSwitch:
     """How the frequencies of `model` change; ValueError if layers change at different lengths."""
-    name, bounds = type(model).__name__, dict(_bounds(model.config.get_text_config()))
+    name = type(model).__name__
+    bounds = dict(_bounds(model.config.get_text_config()))
     if len(bounds) > 1:
         raise ValueError(
             f"{name} has layers that change their rotary frequencies at {' and '.join(map(str, sorted(bounds)))} "

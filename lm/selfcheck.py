@@ -17,8 +17,8 @@ A float64 model's float32 parts leave 5e-5; Zamba2's two forwards differ by 5e-4
 may choose other experts of a mixture, and a wrong cache leaves 0.3 and more; recurrent states recover from a wrong
 feed; trees, batches and branches have few rows.
 
-A second text is tried where the first fails because of rounding: experts that tie are in one text, not in two, and
-reserved tokens, which only the first text has, are noisy (SmolLM2-135M in bfloat16: 0.22 to 1.2, and 0.17 on words).
+Rounding may fail the first text, so a second one is tried. Experts rarely tie in both texts. And only the first text
+has reserved tokens, whose logits are noisy: in bfloat16 SmolLM2-135M's differ by 0.22 to 1.2 there, by 0.17 on words.
 """
 
 import math
@@ -38,32 +38,36 @@ from lm.forwards import device_of
 from lm.masks import Tree
 
 Limits = tuple[float, float]  # the largest error of a row, and of the median row of a feed
-_EXACT, _TF32 = (2e-4, math.inf), (2e-2, math.inf)
-_CHAINS, _STATES, _FEW_ROWS = (math.inf, 0.2), (0.5, math.inf), (0.5, 0.2)  # in half precision
+_EXACT = (2e-4, math.inf)
+_TF32 = (2e-2, math.inf)
+# in half precision
+_CHAINS = (math.inf, 0.2)
+_STATES = (0.5, math.inf)
+_FEW_ROWS = (0.5, 0.2)
 _NUM_MEDIAN_ROWS = 5  # rows of the shortest feed that has its own median; all shorter feeds share one
 _CHAIN_LENGTH = 150  # tokens of the text, if the context has room for them
+# (length to roll back to, length to feed up to), one after the other; tokens that are rolled back were wrong ones. The
+# rest of the text comes last: at once, or one by one into a model with recurrent states, whose single steps and longer
+# feeds are two different computations.
 _CHAIN = (
     *((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43)),
     *((43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104)),
 )
-"""(length to roll back to, length to feed up to), one after the other; tokens that are rolled back were wrong ones. The
-rest of the text comes last: at once, or one by one into a model with recurrent states, whose single steps and longer
-feeds are two different computations.
-"""
 _STEPWISE_LENGTH = 64  # tokens of the text that are fed again one at a time if longer feeds are wrong
 _FIRST_WORD = 300  # ids below may be control tokens or single bytes, which come first in many vocabularies
-_TREE_TEXT, _TREE = (1, 2, 3), Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
+_TREE_TEXT = (1, 2, 3)
+_TREE = Tree((1, 2, 3, 1, 2), (-1, -1, 0, 1, 3))
+# feeds of two rows: (length to roll back to, text) of each
 _BATCH = (
     ((0, (1, 2, 3)), (0, (2, 1))),
     ((3, (1, 2, 3, 1)), (1, (2, 3, 1, 3))),
     ((2, (1, 2, 1)), (4, (2, 3, 1, 3, 1, 2))),
 )
-"""Feeds of two rows: (length to roll back to, text) of each."""
+# an indexer of h heads scores a key exactly 0 with probability 2^-h: with so many heads no two keys of a row tie
 _MIN_INDEXER_HEADS = 16
-"""An indexer of h heads scores a key exactly 0 with probability 2^-h: with so many heads no two keys of a row tie."""
 
+# for each way to feed that a model passed: whether it needs one token at a time
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
-"""For each way to feed that a model passed: whether it needs one token at a time."""
 Refusal = Callable[[str], ValueError]
 Cached = Any  # a `CachedModel`, whose module imports this one
 Rows = Float[Tensor, "row width"]
@@ -78,7 +82,8 @@ def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
 
 def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
     """Raise ValueError unless the feeds of a plan give what plain forwards give; a model passes each `way` once."""
-    passed, seeds = _PASSED.setdefault(model, {}), (0, 1) if model.dtype != torch.float64 else (0,)
+    passed = _PASSED.setdefault(model, {})
+    seeds = (0,) if model.dtype == torch.float64 else (0, 1)
     if way not in passed:
         if (error := _error(plan, way, refusal, _limits(model, _FEW_ROWS), seeds=seeds)) is not None:
             raise refusal(f"{way} change its outputs by {error:.2g} of their spread")
@@ -127,7 +132,8 @@ def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
     """True if tokens must be fed one at a time; raises ValueError if the logits are wrong even then."""
     limits = _limits(cached.model, _STATES if _has_states(cached) else _CHAINS)
     has_second_text = cached.model.dtype == torch.float32 or limits == _CHAINS
-    chain, way = partial(_chain_feeds, cached), "this cache"
+    chain = partial(_chain_feeds, cached)
+    way = "this cache"
     error = _error(chain, way, refusal, limits, seeds=(0, 1) if has_second_text else (0,))
     if not any(map(is_written, cached.cache.layers)):
         raise refusal("its forward ignores the cache")
@@ -147,8 +153,10 @@ def _needs_single_tokens(cached: Cached, refusal: Refusal) -> bool:
 
 def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
     """Raise ValueError for attention to a few selected keys that tie: which it sees differs between forwards."""
-    config, max_length = cached.model.config.get_text_config(), cached.max_length
-    num_kept, num_indexed = (getattr(config, name, None) for name in ("keep_window_size", "index_topk"))
+    config = cached.model.config.get_text_config()
+    max_length = cached.max_length
+    num_kept = getattr(config, "keep_window_size", None)
+    num_indexed = getattr(config, "index_topk", None)
     # Doge scores keys by their values, which hold no position
     if num_kept is not None and num_kept < max_length:
         raise refusal(f"it keeps {num_kept} keys of texts up to {max_length:.0f} tokens, and keys of equal tokens tie")
@@ -230,7 +238,8 @@ def ids_of_plan(model: PreTrainedModel, tokens: Iterable[int], seed: int) -> lis
 
 def _generated(cached: Cached, tokens: Sequence[int]) -> Rows:
     """The logits that `generate` sees: of a prompt, and then of one token at a time."""
-    cache, num_prompt = DynamicCache(config=cached.model.config), chain_plan(len(tokens), has_states=True)[0][1]
+    cache = DynamicCache(config=cached.model.config)
+    num_prompt = chain_plan(len(tokens), has_states=True)[0][1]
     feeds = pairwise((0, *range(num_prompt, len(tokens) + 1)))
     return torch.cat([_logits(cached, tokens[start:end], start, cache) for start, end in feeds])
 

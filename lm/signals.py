@@ -162,11 +162,11 @@ SCALARS = {
     POSITION: Scalar("log(1 + response tokens before y)", False, lambda q, count: count.to(q.logits.dtype).log1p()),
 }
 """Every scalar that a head can read, by name."""
+# what only policies read: max_v q(v), and its share of the ten largest q(v)
 _OF_POLICIES = {
     "max_prob": Scalar("max q", False, lambda q, _: q.max_prob),
     "top_prob": Scalar("max q / top ten", False, _top_prob),
 }
-"""What only policies read: max_v q(v), and its share of the ten largest q(v)."""
 
 
 def stored_scalars() -> tuple[str, ...]:

@@ -107,7 +107,7 @@ class Worker:
         emitting = models.get("target", models.get("draft"))
         vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
         for name, model in models.items():
-            check_width(model, vocab_size, name)
+            check_width(model.config, vocab_size, name)
             check_outputs(model, vocab_size, name)
         self._models, self._vocab_size = models, vocab_size
         self._latest = LatestRows(max_error_share=data.max_error_share)
@@ -162,7 +162,7 @@ class Worker:
         if "target" not in self._models:
             self._models["target"] = load_model(self.job.pair.target)
             self._vocab_size = vocab_size_of(self.tokenizer, self._models["target"].config)
-            check_width(self._models["target"], self._vocab_size, "target")
+            check_width(self._models["target"].config, self._vocab_size, "target")
             check_outputs(self._models["target"], self._vocab_size, "target")
         return TargetInProcess(
             self._models["target"],

@@ -53,25 +53,24 @@ from lm import CachedModel, FeatureDraft, Sampler, Sampling, load_model
 from lm.forwards import eos_ids_of, num_logits_of
 from lm.selfcheck import is_written
 
+# transformers' settings of assisted generation (`decode.policies.engines.Assisted`). `generate` fills in these
+# defaults, so only other values show that the caller set them.
 _ASSISTED: dict[str, Any] = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
-"""transformers' settings of assisted generation (`decode.policies.engines.Assisted`). `generate` fills in these
-defaults, so only other values show that the caller set them.
-"""
+# the second and the third are the same here: every generation starts from `num_assistant_tokens`
 _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-"""The second and the third are the same here: every generation starts from `num_assistant_tokens`."""
+# keywords that `generate` prepares by itself
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
-"""Keywords that `generate` prepares by itself."""
 _MODES = ["num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"]
 _MODES += ["force_words_ids"]
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# processors that are not functions of the tokens
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-"""Processors that are not functions of the tokens."""
+# cached, since reading a model's files takes longer than a short generation
 _DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
-"""Cached, since reading a model's files takes longer than a short generation."""
 
 
 @dataclass(frozen=True)

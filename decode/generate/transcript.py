@@ -17,8 +17,8 @@ from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 
 STYLES = {"accepted": "green", "rejected": "dim strike", "residual": "bold red", "bonus": "bold blue"}
+# width of a picture
 _COLUMNS = 76
-"""Width of a picture."""
 _INCOMPLETE = "\ufffd"
 
 

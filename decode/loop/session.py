@@ -15,10 +15,10 @@ from weakref import WeakSet
 
 from lm import DraftModel, GreedySampler, Sampler, Sampling
 
+# the models of open sessions
 _IN_USE: WeakSet[DraftModel] = WeakSet()
-"""The models of open sessions."""
+# new tokens that caches get room for at once: 100,000 would take gigabytes, and few answers are so long
 _MAX_NEW = 4096
-"""New tokens that caches get room for at once: 100,000 would take gigabytes, and few answers are so long."""
 
 
 class Session:
@@ -27,10 +27,10 @@ class Session:
     """
 
     is_open = False
+    # number of ids that the target may emit; 0 before a target is taken
     _num_emitted = 0
-    """Number of ids that the target may emit; 0 before a target is taken."""
+    # number of ids that all verifying models have; infinite before a target is taken
     _num_drafted = inf
-    """Number of ids that all verifying models have; infinite before a target is taken."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ from decode.policies.base import AfterDraw, Policy, timing_of
 from heads.model.head import AcceptanceHead
 from lm.signals import POSITION, Normalised, signals_of
 
+# signals of `lm.signals` that policies read by the same name
 _READ = {"entropy", "max_prob", "top_prob", "logit_token_prob"}
-"""Signals of `lm.signals` that policies read by the same name."""
 NO_STATES = "a head scores hidden states: the draft must keep them"
 Columns = dict[Any, Float[Tensor, " rows"]]
 """Numbers of each row, by the name of a signal or by the head."""
@@ -29,8 +29,8 @@ class DraftSteps:
     All rows are at the same draft position, so a fed-time head scores in each step the tokens of the step before.
     """
 
+    # signals and tokens of the step before; None: it is the first
     _previous: tuple[Columns, Int[Tensor, " rows"]] | None = None
-    """Signals and tokens of the step before; None: it is the first."""
 
     def __init__(self, embedding: Embedding) -> None:
         """`embedding`: token ids -> the draft's input embeddings."""

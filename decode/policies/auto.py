@@ -32,10 +32,10 @@ from decode.policies.scores import ScoreHead, ScoringPolicy
 
 LONGEST = 20
 """Largest fixed length that a prior of lambda compares."""
+# weight of the prior of lambda
 _PRIOR_TOKENS = 256.0
-"""Weight of the prior of lambda."""
+# largest weight of the past in the mean over drafting rounds, so that it follows the text
 _MEMORY = 0.98
-"""Largest weight of the past in the mean over drafting rounds, so that it follows the text."""
 
 
 class AutoState(NamedTuple):

@@ -21,19 +21,19 @@ from scipy.special import expit
 
 from decode.policies.base import Number, State
 
+# inputs are clipped to +- this, so that no single token dominates the fit
 _LARGEST = 8.0
-"""Inputs are clipped to +- this, so that no single token dominates the fit."""
 _LEAST_PROB = 1.0 / (1.0 + exp(_LARGEST))
+# exp of its negative is still a float
 _LOWEST = -700.0
-"""exp of its negative is still a float."""
+# standard deviation of each weight under the prior
 _SD = 0.35
-"""Standard deviation of each weight under the prior."""
+# decay of a round's weight per later round
 _MEMORY = 0.98
-"""Decay of a round's weight per later round."""
+# w0, the weights that are the head's own calibration
 _CENTRE = 0.0, 1.0, 0.0
-"""w0, the weights that are the head's own calibration."""
+# P0, in the order of `Learned.precision`
 _PRIOR = _SD**-2, 0.0, 0.0, _SD**-2, 0.0, _SD**-2
-"""P0, in the order of `Learned.precision`."""
 
 
 class Learned(NamedTuple):

@@ -111,8 +111,8 @@ RULES: dict[str, Registered] = {
     ),
 }
 """Engines' rules, which are compared only where they are named."""
+# module:Class, optionally with parameters
 _IMPORTED = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?::(.*))?", re.DOTALL)
-"""module:Class, optionally with parameters."""
 
 
 def registered(name: str) -> Registered:

@@ -4,7 +4,7 @@ Parameters have the names of the released checkpoints, so that `load_state_dict`
 (`lm.features.loading`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,8 +56,9 @@ class FeatureDraft(nn.Module):
         # other families have all keys that Llama's reads
         self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
+        # Once bound, the target's input embeddings and LM head. A tuple hides them from torch, which would otherwise
+        # move, save and count them with the draft.
         self._borrowed: tuple[nn.Module, ...] = ()
-        """Once bound, the target's input embeddings and LM head; in a tuple, so that they stay where they are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,14 +111,15 @@ def num_logits_of(config: PreTrainedConfig) -> int:
 
 def causal(tokens: Nodes, cache: Cache | None, device: torch.device) -> Mask | None:
     """Mask of new entries of a chain, each of which sees all before it; None if attention does so without a mask."""
-    num_new, num_cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
+    num_new = tokens.shape[1]
+    num_cached = 0 if cache is None else cache.get_seq_length()
     if num_new == 1 or num_cached == 0:
         return None
     end = num_cached + num_new
     return visible(torch.arange(num_cached, end, device=device), end)[None, None]
 
 
-def decoder_layer(config: LlamaConfig | Qwen3Config, index: int) -> Any:
+def decoder_layer(config: LlamaConfig | Qwen3Config, index: int) -> Qwen3DecoderLayer | LlamaDecoderLayer:
     """Llama's or Qwen3's layer."""
     return Qwen3DecoderLayer(config, index) if isinstance(config, Qwen3Config) else LlamaDecoderLayer(config, index)
 
@@ -128,7 +130,8 @@ class DraftLayer(nn.Module):
     def __init__(self, config: LlamaConfig | Qwen3Config, *, input_size: int, qkv_bias: bool) -> None:
         super().__init__()
         layer = decoder_layer(config, 0)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.self_attn = layer.self_attn
+        self.mlp = layer.mlp
         self.post_attention_layernorm = layer.post_attention_layernorm
         for name in ("q_proj", "k_proj", "v_proj"):
             width = getattr(self.self_attn, name).out_features

@@ -49,7 +49,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
-        self.kind, self.rank = config.markov_head_type, config.markov_rank
+        self.kind = config.markov_head_type
+        self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
         self.markov_w2 = nn.Linear(self.rank, num_logits_of(config), bias=False)
         if self.kind == "gated":
@@ -90,11 +91,12 @@ class DSpark(FeatureDraft):
         with sliding_attention see.
         """
         super().__init__(config, has_embedding=has_embedding, has_head=has_head)
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
         self.num_inputs: int = config.block_size  # tokens of a block that the layers read
         self.block_size = self.num_inputs - (not getattr(config, "sample_from_anchor", True))  # tokens that it drafts
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
-        self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps=eps) for _ in range(2))
+        self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
         self.target_layer_ids = tuple(layer_id + 1 for layer_id in config.target_layer_ids)
         rank = config.markov_rank or 0
         kind = config.markov_head_type if rank else None
@@ -154,7 +156,8 @@ class DSpark(FeatureDraft):
         """`hidden` of whole blocks; `previous`: the token before each drafted one."""
         if self.markov_head is None or self.markov_head.kind != "rnn":
             return self.follow(states, previous, None)[0]
-        hidden, memory = [], None
+        hidden = []
+        memory: Memory = None
         for state, token in zip(states.unbind(-2), previous.unbind(-1), strict=True):
             wide, memory = self.follow(state, token, memory)
             hidden.append(wide)

@@ -80,13 +80,16 @@ class Eagle3(Eagle):
         target, of width `target_size`, after which its residual stream is read, as transformers counts hidden states.
         """
         FeatureDraft.__init__(self, config, has_embedding=has_embedding, has_head=has_head)
-        self.target_layer_ids, width, eps = layer_ids, len(layer_ids) * target_size, config.rms_norm_eps
+        self.target_layer_ids = layer_ids
+        width = len(layer_ids) * target_size
+        eps = config.rms_norm_eps
         self.input_norm = LlamaRMSNorm(width, eps=eps) if getattr(config, "norm_before_fc", False) else None
         norms = [LlamaRMSNorm(target_size, eps=eps) for _ in layer_ids] if getattr(config, "fc_norm", False) else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         first = DraftLayer(config, input_size=2 * config.hidden_size, qkv_bias=config.attention_bias)
-        first.input_layernorm, first.hidden_norm = (LlamaRMSNorm(config.hidden_size, eps=eps) for _ in range(2))
+        first.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=eps)
+        first.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=eps)
         further = (decoder_layer(config, index) for index in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([first, *further])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=eps)
@@ -107,5 +110,7 @@ class Eagle3(Eagle):
 
     def _outputs(self, states: Tensor) -> Outputs:
         normed = self.norm(states)
-        is_fed_back, is_read = getattr(self.config, "norm_output", False), getattr(self.config, "norm_logits", True)
-        return Outputs(normed if is_fed_back else states, normed if is_read else states)
+        return Outputs(
+            states=normed if getattr(self.config, "norm_output", False) else states,
+            hidden=normed if getattr(self.config, "norm_logits", True) else states,
+        )

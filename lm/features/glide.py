@@ -43,13 +43,19 @@ class GlideLayer(LlamaDecoderLayer):
         self, states: States, of_target: KeysValues, *, rotations: Rotations, masks: Masks, cache: Cache | None
     ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
-        inputs, settings = self.input_layernorm(states), {"attention_mask": masks[0], "past_key_values": cache}
-        states = states + self.self_attn(inputs, position_embeddings=rotations[0], **settings)[0]
+        own_mask, cross_mask = masks
+        attended, _ = self.self_attn(
+            self.input_layernorm(states),
+            position_embeddings=rotations[0],
+            attention_mask=own_mask,
+            past_key_values=cache,
+        )
+        states = states + attended
         queries = self.cross_attn["q_proj"](states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         cosines, sines = (part.unsqueeze(1) for part in rotations[1])
         queries = queries * cosines + rotate_half(queries) * sines
         keys, values = (part.to(queries.device, queries.dtype) for part in of_target)
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=masks[1], enable_gqa=True)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=cross_mask, enable_gqa=True)
         states = states + self.cross_attn["o_proj"](attended.transpose(1, 2).flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 

@@ -53,28 +53,31 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
 
 def _fill(draft: FeatureDraft, released: Released, dtype: torch.dtype | None) -> None:
     """Give the draft all of its weights, and nothing else. Buffers (RoPE frequencies) keep their dtype."""
-    expected, tensors = draft.state_dict(), released.tensors
+    expected = draft.state_dict()
+    tensors = released.tensors
     remedy = "check that the download is complete, and that config.json belongs to these weights"
     for verb, names in (("lacks", expected.keys() - tensors.keys()), ("also has", tensors.keys() - expected.keys())):
         released.require(not names, f"it {verb} {len(names)} tensors, first {min(names, default='')}", remedy)
     for name, tensor in tensors.items():
-        shape, expected_shape = list(tensor.shape), list(expected[name].shape)
-        released.require(shape == expected_shape, f"{name} is {shape}, expected {expected_shape}", remedy)
+        shape = expected[name].shape
+        released.require(tensor.shape == shape, f"{name} is {list(tensor.shape)}, expected {list(shape)}", remedy)
         is_finite = tensor.dtype in FLOATS and bool(tensor.isfinite().all())
         released.require(is_finite, f"{name} is {tensor.dtype} or has NaN, and finite floats are read", remedy)
     dtype = dtype or next(iter(tensors.values())).dtype
     draft.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
 
 
-def _eagle(released: Released, of_target: Any) -> FeatureDraft:
+def _eagle(released: Released, of_target: PretrainedConfig) -> FeatureDraft:
     config = released.layer(LlamaConfig)
     _check_fits(released, of_target, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    has_embedding, has_bias = (name in released.tensors for name in ("embed_tokens.weight", "fc.bias"))
-    return Eagle(config, has_embedding=has_embedding, has_fc_bias=has_bias)
+    has_embedding = "embed_tokens.weight" in released.tensors
+    return Eagle(config, has_embedding=has_embedding, has_fc_bias="fc.bias" in released.tensors)
 
 
-def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
-    keys, tensors, num_layers = released.keys, released.tensors, of_target.num_hidden_layers
+def _eagle3(released: Released, of_target: PretrainedConfig) -> FeatureDraft:
+    keys = released.keys
+    tensors = released.tensors
+    num_layers = of_target.num_hidden_layers
     is_silent = "speculators_model_type" in keys and "norm_before_residual" not in keys
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
@@ -87,7 +90,8 @@ def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
     remedy = "use a draft that reads three of the target's states"
     released.require(reads_states, f"its eagle_config is {nested!r:.80}", remedy)
     written = keys.get("eagle_aux_hidden_state_layer_ids") or []
-    ids, first = written or [2, num_layers // 2, num_layers - 3], 0 if written else 1
+    ids = written or [2, num_layers // 2, num_layers - 3]
+    first = 0 if written else 1
     released.require(
         is_ids(ids) and all(layer_id in range(first, num_layers) for layer_id in ids),
         f"it reads the target after layers {ids!r:.80}, and the target has {num_layers}",
@@ -101,7 +105,7 @@ def _eagle3(released: Released, of_target: Any) -> FeatureDraft:
     return draft
 
 
-def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any) -> dict[str, bool]:
+def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: PretrainedConfig) -> dict[str, bool]:
     """Whether a draft has input embeddings and an LM head."""
     has = {name: f"{name}.weight" in released.tensors for name in ("embed_tokens", "lm_head")}
     lacks = next((name for name in has if not has[name]), None)
@@ -110,7 +114,7 @@ def _own_vocabulary(released: Released, config: PretrainedConfig, of_target: Any
     return {"has_embedding": has["embed_tokens"], "has_head": has["lm_head"]}
 
 
-def _glide(released: Released, of_target: Any) -> FeatureDraft:
+def _glide(released: Released, of_target: PretrainedConfig) -> FeatureDraft:
     config = released.layer(LlamaConfig)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head.weight" not in released.tensors
     num_heads = config.large_num_attention_heads
@@ -118,50 +122,65 @@ def _glide(released: Released, of_target: Any) -> FeatureDraft:
     width = num_heads * (getattr(of_target, "head_dim", None) or of_target.hidden_size // num_heads)
     subject = f"its large_hidden_size is {config.large_hidden_size}, and the target's keys have {width} numbers"
     released.require(config.large_hidden_size == width, subject, _OTHER_TARGET)
-    num_own, num_layers = config.num_hidden_layers, of_target.num_hidden_layers
+    num_own = config.num_hidden_layers
+    num_layers = of_target.num_hidden_layers
     released.require(num_own <= num_layers, f"it has {num_own} layers and the target {num_layers}", _OTHER_TARGET)
     return Glide(config, num_layers)
 
 
-def _dspark(released: Released, of_target: Any) -> FeatureDraft:
-    keys, num_layers = released.keys, of_target.num_hidden_layers
+def _dspark(released: Released, of_target: PretrainedConfig) -> FeatureDraft:
+    num_layers = of_target.num_hidden_layers
     required = ("block_size", "target_layer_ids", "num_target_layers", "mask_token_id", "markov_rank")
-    lacks = [name for name in (*required, "enable_confidence_head") if name not in keys]
+    lacks = [name for name in (*required, "enable_confidence_head") if name not in released.keys]
     released.require(not lacks, f"config.json lacks {', '.join(lacks)}", "write what the draft was trained with")
     config = released.layer(Qwen3Config)
-    made_for = {"num_hidden_layers": config.num_target_layers or num_layers, "vocab_size": config.vocab_size}
-    _check_fits(released, of_target, hidden_size=config.hidden_size, **made_for)
-    ids, last = config.target_layer_ids, num_layers - 1
-    types = {"full_attention"} | ({"sliding_attention"} if config.sliding_window else set())
-    is_from_anchor = getattr(config, "sample_from_anchor", True)
-    minimum, max_length = 1 if is_from_anchor else 2, config.max_position_embeddings
-    begins_at_anchor = config.markov_head_type == "rnn" and hasattr(config, "speculators_model_type")
-    for name, is_valid, expected in (
-        ("block_size", config.block_size in range(minimum, max_length), f"a number of tokens, at least {minimum}"),
-        ("mask_token_id", config.mask_token_id in range(config.vocab_size), f"an id below {config.vocab_size}"),
-        (
-            "target_layer_ids",  # what follows the target's last layer is normed in some readers and not in others
-            is_ids(ids)
-            and bool(ids)
-            and ids == sorted({*ids})
-            and all(layer_id in range(-1, last) for layer_id in ids),
-            f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
-            f"whether what follows the last layer, {last}, is normed",
-        ),
-        (
-            *("sample_from_anchor", is_from_anchor or not begins_at_anchor),
-            "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
-        ),
-        (
-            *("layer_types", set(config.layer_types or ()) <= types),
-            "full_attention, or sliding_attention with a sliding_window, for every layer",
-        ),
-    ):
-        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
+    num_made_for = config.num_target_layers or num_layers
+    _check_fits(
+        released,
+        of_target,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=num_made_for,
+        vocab_size=config.vocab_size,
+    )
+    _check_block(released, config, last=num_layers - 1)
     return DSpark(config, **_own_vocabulary(released, config, of_target))
 
 
-def _check_fits(released: Released, of_target: Any, **sizes: int) -> None:
+def _check_block(released: Released, config: Qwen3Config, *, last: int) -> None:
+    """Check the keys that describe a block; `last`: index of the target's last layer."""
+
+    def require(name: str, is_valid: bool, expected: str) -> None:
+        released.require(is_valid, f"its {name} is {getattr(config, name)}", f"it must be {expected}")
+
+    is_from_anchor = getattr(config, "sample_from_anchor", True)
+    minimum = 1 if is_from_anchor else 2
+    is_length = config.block_size in range(minimum, config.max_position_embeddings)
+    require("block_size", is_length, f"a number of tokens, at least {minimum}")
+    is_token = config.mask_token_id in range(config.vocab_size)
+    require("mask_token_id", is_token, f"an id below {config.vocab_size}")
+    ids = config.target_layer_ids
+    is_rising = is_ids(ids) and bool(ids) and ids == sorted({*ids})
+    require(
+        "target_layer_ids",  # what follows the target's last layer is normed in some readers and not in others
+        is_rising and all(layer_id in range(-1, last) for layer_id in ids),
+        f"rising numbers from -1, the embedding (0 as speculators counts), to {last - 1}, since readers disagree "
+        f"whether what follows the last layer, {last}, is normed",
+    )
+    begins_at_anchor = config.markov_head_type == "rnn" and hasattr(config, "speculators_model_type")
+    require(
+        "sample_from_anchor",
+        is_from_anchor or not begins_at_anchor,
+        "true for a recurrent Markov head (rnn), whose state speculators begins at the anchor",
+    )
+    types = {"full_attention", "sliding_attention"} if config.sliding_window else {"full_attention"}
+    require(
+        "layer_types",
+        set(config.layer_types or ()) <= types,
+        "full_attention, or sliding_attention with a sliding_window, for every layer",
+    )
+
+
+def _check_fits(released: Released, of_target: PretrainedConfig, **sizes: int) -> None:
     """Check that the target has the sizes that the draft is made for, under their names in its config."""
     for name, size in sizes.items():
         subject = f"it is made for a target with {name} {size}, and this one has {getattr(of_target, name)}"
@@ -171,7 +190,8 @@ def _check_fits(released: Released, of_target: Any, **sizes: int) -> None:
 def _reduce(draft: FeatureDraft, released: Released) -> None:
     """Read the maps of a reduced vocabulary."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
-    num_logits, vocab_size = num_logits_of(draft.config), draft.config.vocab_size
+    num_logits = num_logits_of(draft.config)
+    vocab_size = draft.config.vocab_size
     if num_logits == vocab_size:
         return
     remedy = "export the draft with the maps it was trained with"

@@ -10,7 +10,6 @@ nothing, and the verification of the empty draft reads the prompt (law 4.4 count
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -78,8 +77,8 @@ class FeatureModel:
         self.hidden: Float[Tensor, "rows hidden"] | None = None
 
     def roll_back(self, length: int) -> None:
-        """Keep at most the first `length` tokens, and none that was fed with the draft's own outputs. Nor is the last
-        token kept that reads the target's features, since the outputs that the next one reads go, too.
+        """Keep at most the first `length` tokens, without those that were fed with the draft's own outputs. The entry
+        of the last kept token is dropped as well: the token after it would read its output, which is not kept.
         """
         self._length = self.num_kept = min(self.num_kept, length, self._recorder.num_features)
         self._tree = EMPTY
@@ -88,7 +87,8 @@ class FeatureModel:
     @torch.inference_mode()
     def feed(self, new_tokens: Sequence[int]) -> Float[Tensor, "1 vocab"]:
         """Append tokens, at least one: the logits after the last."""
-        known, start = self._recorder.num_features + 1, self._length
+        known = self._recorder.num_features + 1
+        start = self._length
         while (num_fed := self._length - start) < len(new_tokens):
             # the target's features serve many tokens at once; the draft's own outputs come one at a time
             end = min(known, start + len(new_tokens)) if self._length < known else self._length + 1
@@ -118,8 +118,8 @@ class EagleModel(FeatureModel):
     """One sequence in an EAGLE draft."""
 
     draft: Eagle
+    # states that the next entries read: that of the newest token, and those of the tree's nodes
     _states: Float[Tensor, "row hidden"]
-    """States that the next entries read: that of the newest token, and those of the tree's nodes."""
 
     def _run(self, tokens: Int[Tensor, "1 fed"], positions: Int[Tensor, "1 fed"], last: int) -> Outputs:
         is_known = last <= self._recorder.num_features
@@ -134,10 +134,11 @@ class EagleModel(FeatureModel):
         """A node reads its parent's output, so children of new nodes wait for the next call."""
         new = slice(len(self._tree), len(tree))
         logits: list[Tensor] = []
-        hidden: list[Any] = []
+        hidden: list[Tensor] = []
         if new_tokens:
             assert not len(self._tree), "roll back before the text grows: it would leave its tree"
             logits.append(self.feed(new_tokens))
+            assert self.hidden is not None, "a feed leaves the state of its last token"
             hidden.append(self.hidden)
         if new.stop > new.start:
             tokens, positions, mask = tree_feed(tree, new.start, self._length - self.draft.lag, device=self.device)
@@ -146,7 +147,8 @@ class EagleModel(FeatureModel):
             self._states = torch.cat([self._states, outputs.states[0]])
             logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
             hidden.append(outputs.hidden[0])
-        self._tree, self.hidden = tree, torch.cat(hidden)
+        self._tree = tree
+        self.hidden = torch.cat(hidden)
         return torch.cat(logits)
 
 
@@ -163,7 +165,8 @@ class GlideModel(FeatureModel):
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "1 vocab"]:
         """Append CaPE's tree: one chain is fed, its other siblings are leaves (`CachedModel.feed_tree`)."""
         assert list(tree.parents) == list(range(-1, len(tree) - 1)), "a GliDe draft feeds one chain; use CaPE's shape"
-        new_nodes, self._tree = tree.tokens[len(self._tree) :], tree
+        new_nodes = tree.tokens[len(self._tree) :]
+        self._tree = tree
         return self.feed([*new_tokens, *new_nodes])
 
 

@@ -55,8 +55,15 @@ class Mtp(Eagle):
         mask = causal(tokens, cache, inputs.device) if mask is None else mask
         positions = positions + 1  # transformers counts the position of the token, not of the state
         rotation = self.rotary_emb(inputs, positions, **self._rope_keys)
-        settings = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        hidden = self.shared_norm(self.layer(inputs, states, position_embeddings=rotation, **settings))
+        output = self.layer(
+            inputs,
+            states,
+            position_embeddings=rotation,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+        )
+        hidden = self.shared_norm(output)
         return Outputs(hidden, hidden)
 
 
@@ -64,11 +71,13 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's. ValueError if the checkpoint
     has none, several, or one that cannot be read or rolled back.
     """
-    of_target, refusal = without_mtp(source), partial(refusal_of, source.path, remedy="use another draft")
+    of_target = without_mtp(source)
+    refusal = partial(refusal_of, source.path, remedy="use another draft")
     if of_target.path != target.name_or_path:
         subject = f"it is the MTP layer of {of_target.path}, and the target is {target.name_or_path}"
         raise refusal(subject, remedy="set pair.draft.path to mtp")
-    config, dtype = target.config.get_text_config(), dtype or target.dtype
+    config = target.config.get_text_config()
+    dtype = dtype or target.dtype
     tensors = tensors_of(of_target, partial(_is_of_mtp, config.num_hidden_layers))
     layers = {match[1] for name in tensors if (match := re.search(r"layers\.(\d+)\.", name))}
     if len(layers) != 1:
@@ -125,7 +134,8 @@ def _fill(
 
 def _feeds(draft: Mtp, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs of the layer after its cache was rolled back, and without one (`lm.selfcheck`)."""
-    tokens, positions = torch.tensor([[1, 2, 3, 1, 2 + seed]]), torch.arange(5)[None]
+    tokens = torch.tensor([[1, 2, 3, 1, 2 + seed]])
+    positions = torch.arange(5)[None]
     states = torch.randn(1, 5, draft.hidden_size, generator=torch.Generator().manual_seed(seed)).to(draft.dtype)
     cache = growing_cache(8)
     draft(tokens[:, :3], states[:, :3], positions[:, :3], cache=cache)

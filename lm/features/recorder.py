@@ -1,8 +1,9 @@
 """Records the states of a target that a feature draft reads: what a verification computes anyway, at no extra forward.
 
 Features follow law 4.5 as the cache does, in a layer of the same kind: one entry for every token that was fed and not
-rolled back. They stay as long as the cache does, at a few percent of its size, since a draft may be rolled back far. If
-a cache goes back further than requested (`lm.cache.Snapshots`), they stay until the tokens in between are fed again.
+rolled back. All of them are kept, since a draft may be rolled back far; they take a few percent of the cache's memory.
+A cache may go back further than requested (`lm.cache.Snapshots`) and is then fed some tokens a second time. Until then
+their features stay.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,8 @@ class FeatureRecorder:
 
     def __init__(self, model: PreTrainedModel, draft: FeatureDraft) -> None:
         """What `draft` reads of `model`, its target; ValueError if the target has no such states, keys or values."""
-        self._modules, layers = modules_read_by(draft, model), make_cache(model, CAPACITY).layers
+        self._modules = modules_read_by(draft, model)
+        layers = make_cache(model, CAPACITY).layers
         for index in draft.cached_layer_ids:
             if not isinstance(layers[index], BufferLayer):
                 kind = type(layers[index]).__name__
@@ -73,9 +75,9 @@ def modules_read_by(draft: FeatureDraft, model: PreTrainedModel) -> list[nn.Modu
     layer_ids = draft.target_layer_ids
     if layer_ids is None:
         return [body_of(model)]
-    length, body = model.config.get_text_config().num_hidden_layers, body_of(model)
+    length = model.config.get_text_config().num_hidden_layers
     # the outermost list that is as long as the config says
-    lists = (part for part in body.modules() if isinstance(part, nn.ModuleList) and len(part) == length)
+    lists = (part for part in body_of(model).modules() if isinstance(part, nn.ModuleList) and len(part) == length)
     layers = next(lists, nn.ModuleList())
     if max(layer_ids, default=0) > len(layers):
         raise ValueError(

@@ -40,7 +40,9 @@ MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 _PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}  # of tensors, and what replaces them
 _NO_KEYS = ("model_type", "dtype", "torch_dtype", "architectures")  # keys of config.json that do not describe a layer
-_MAX_SIZE, _MAX_THETA = 2**17, 1e15
+_MAX_SIZE = 2**17
+_MAX_THETA = 1e15
+# keys that are whole numbers, and their limits; DSpark's layout narrows the last three
 _LIMITS = {
     **dict.fromkeys(("hidden_size", "large_hidden_size", "target_hidden_size"), (1, _MAX_SIZE)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "large_num_attention_heads"), (1, _MAX_SIZE)),
@@ -50,7 +52,6 @@ _LIMITS = {
     "max_position_embeddings": (1, 2**40),
     **dict.fromkeys(("block_size", "markov_rank", "mask_token_id"), (0, 2**24)),
 }
-"""Keys that are whole numbers, and their limits; DSpark's layout narrows the last three."""
 _FLAGS = (
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sample_from_anchor"),
     *("sliding_window_non_causal", "enable_confidence_head", "confidence_head_with_markov"),
@@ -81,7 +82,8 @@ class Released:
         self.require(is_read, f"it is a draft of the kind {kind}", "use an EAGLE, GliDe, DFlash or DSpark draft")
         rope = self.keys.get("rope_parameters") or self.keys.get("rope_scaling") or {}
         rope = rope if isinstance(rope, dict) else {}
-        form, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor")
+        form = rope.get("rope_type", rope.get("type", "default"))
+        part = rope.get("partial_rotary_factor")
         is_known = form in ("default", *ROPE_INIT_FUNCTIONS)
         remedy = "use a draft with Llama's rotary embedding"
         self.require(is_known, f"its rotary embedding is {form!r:.40}, which transformers does not know", remedy)
@@ -180,7 +182,8 @@ def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
 
 
 def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    kind, layer = config["speculators_model_type"], {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
+    kind = config["speculators_model_type"]
+    layer = {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
     # what fails here is refused where the layer is made, with the error's text
     with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
         layer = _LAYERS[layer["model_type"]](**layer).to_dict()
@@ -214,7 +217,7 @@ def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
     name = "eagle_aux_hidden_state_layer_ids"
     from_zero = nested.get(name) if isinstance(nested, dict) else config.get("target_layer_ids")
     ids = config.get(name) or _shifted(from_zero, 1)
-    # speculators' `norm_output` is about what later steps read, SpecForge's about what the LM head reads
+    # speculators' `norm_output` norms what later steps read; SpecForge's what the LM head reads, here `norm_logits`
     norms = {"norm_output": False, "norm_logits": config.get("norm_output", True)}
     return config | norms | {name: ids}
 
@@ -264,9 +267,9 @@ def max_positions_of(source: ModelSource) -> int:
 def max_positions(keys: dict[str, Any]) -> int:
     """Maximum text length with these keys; texts of an EAGLE-3 draft with sliding layers must fit their window."""
     length = keys.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
-    window, types = keys.get("sliding_window"), keys.get("layer_types") or ()
-    is_eagle3 = "eagle_aux_hidden_state_layer_ids" in keys
-    return int(min(length, window) if is_eagle3 and window and "sliding_attention" in types else length)
+    if "eagle_aux_hidden_state_layer_ids" in keys and "sliding_attention" in (keys.get("layer_types") or ()):
+        length = min(length, keys.get("sliding_window") or length)
+    return int(length)
 
 
 def _config_of(source: ModelSource) -> dict[str, Any]:
