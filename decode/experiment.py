@@ -49,12 +49,15 @@ class Experiment:
             refuse_feature_draft(config.pair)
             if config.pair.micro is None:
                 raise ValueError("pair.micro is not set; set pair.micro.path to a third model, smaller than the draft")
-        self._config, self.models, self.decode = config, config.pair, config.decode
+        self._config = config
+        self.models = config.pair
+        self.decode = config.decode
         self.arguments = config.arguments
         self.is_step = config.is_step
         self.directory = Path(config.decode.dir)
         self.exported = Path(config.heads.dir) / "exported"
-        self.sampling, self.template = Sampling(**vars(config.pair.sampling)), config.data.template
+        self.sampling = Sampling(**vars(config.pair.sampling))
+        self.template = config.data.template
         self._described: dict[Level, dict[str, Any]] = {}
         self.presumed: set[Level] = set()
         """Missing models, which are assumed to be those of a record."""

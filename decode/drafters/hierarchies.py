@@ -8,46 +8,17 @@ A token that leaves an inner round has the distribution q of `model`, so the out
 The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position. Tokens
 after a stop are dropped unseen.
 
-HSDDW, Hierarchical Speculative Decoding with Dynamic Window (Syu & Lee, Findings of NAACL 2025): micro, draft and
-target. Micro and draft stop by `SelfVerify`, with thresholds tau_1 (entropies of tokens that the draft rejected) and
-tau_2 (of those that the target rejected), and propose at most `window` tokens (K = 10) at a time.
+HSDDW (Syu & Lee, Findings of NAACL 2025) has micro, draft and target. Micro and draft stop by `SelfVerify`, and propose
+at most `window` tokens (K) at a time:
 
     pre-verify                   the micro drafts K tokens, the draft verifies them in one forward and then drafts K
-                                 tokens alone (this row and the next: Table 2 and the diagrams of Figure 5)
+                                 tokens alone
     pre-verify + self-verify     the same, each level stopping itself
     full                         inner rounds (micro drafts, draft verifies) until H of the draft at an emitted position
-                                 is above tau_2 (Algorithm 2)
+                                 is above its threshold (Algorithm 2)
 
-Departures where the printed algorithms (first three points) and the authors' program (github.com/valexsyu/HSDDW, commit
-c8fed41) are wrong or incomplete; levels can also stop by other policies, among them trained heads:
-
-* The window shrinks through a minimum over a set that contains 0, so it would stay 0. Here the first position above tau
-  ends it.
-* n_tot, the tokens passed to the target, omits the resampled token. Here every emitted token is proposed and counted.
-* The two levels share one entropy list, and tau_1 is updated under tau_2's index. Here each level's policy has its own
-  state: H of its distribution at the first token that the level above rejected.
-* At a position where the draft is unsure, the program replaces the micro's token from the residual *without testing
-  it*, which is biased. Here that token is verified as any other and is the last of the draft; still one forward.
-* In the full algorithm the program starts both tau at 10 and replaces them in the first inner round by its smallest
-  entropies; here, as in the paper, they start at 0.
-* In the first two configurations the program drafts alone whatever the pre-verified tokens are, and tau_2 takes the
-  entropy after all K micro tokens. Here the draft's self-verification sees every token that it emits, and tau_2 takes
-  the entropy of the rejected one.
-* The program's entropies are of distributions after temperature, top-k and top-p; here they follow law 4.1. Both agree
-  in the paper's runs.
-* A draft of the program ends at more than 50 tokens, and after an EOS only once the target has verified it; here at the
-  loop's max_draft_length, and at the EOS.
-
-Chen's hierarchical variant (H. Chen, An Exploration of Hierarchical Speculative Decoding, Algorithm 2): m times (n
-tokens of the small model, then one of the medium), then the target verifies all by law 4.2. As printed, a rejected
-token is replaced by a draw from plain p, and a drafted position has the distribution
-
-    min(p, q) + (1 - sum_v min(p, q)(v)) p
-
-which is p only if q = p: the paper admits that "the distribution of outputs may differ". Another departure: the listing
-keeps the first rejected token x_k and draws the next from p_{k+1}, while Table A.1 and Theorem 3.2 count k tokens in
-all. Here, as they count, k - 1 tokens are accepted, and the replacement is drawn at the rejected position. A draft may
-end inside a block, at EOS or at the length limit.
+Chen's variant (An Exploration of Hierarchical Speculative Decoding, Algorithm 2) alternates: m times n tokens of the
+small model and one of the medium, then the target verifies all. docs/hierarchies.md lists the departures from both.
 """
 
 from collections.abc import Iterator

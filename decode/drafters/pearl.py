@@ -67,13 +67,12 @@ class PearlDecoder(SpeculativeDecoder):
     def _round(self, committed: list[int], num_left: int, draws: Sampler) -> Round:
         started_s = perf_counter()
         waiting = self.drafter.proposal
-        text, num_waiting = committed + waiting.tokens, len(waiting.tokens)
+        text = committed + waiting.tokens
+        num_waiting = len(waiting.tokens)
         pending = text[len(self.target) :]
         verified = None if self._pool is None else self._pool.submit(self.target.feed, pending, num_waiting + 1)
         try:
-            num_allowed = min(self.max_draft_length, num_left - num_waiting)
-            has_ended = num_waiting > 0 and text[-1] in self.eos_ids  # with an EOS that is not tested yet
-            new = Proposal() if has_ended or num_allowed < 1 else self.drafter.propose(text, num_allowed)
+            new = self._drafted(text, num_waiting, num_left)
             drafted_s = perf_counter()
         finally:
             # if drafting raises, the next generation must find caches that no forward writes to
@@ -85,16 +84,28 @@ class PearlDecoder(SpeculativeDecoder):
         count = num_accepted(tested.tokens, tested.dists, p, draws)
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
+        is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
         # the target's own token: instead of the rejected one, or if nothing was drafted
-        if not is_passed or not new.tokens:
-            is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)
-            emitted = emitted if is_over else [*emitted, draws.token(next_dist(count, tested.dists, p, draws))]
+        if not is_over and not (is_passed and new.tokens):
+            emitted.append(draws.token(next_dist(count, tested.dists, p, draws)))
         self.drafter.proposal = Proposal(new.tokens[1:], new.dists[1:]) if is_passed else Proposal()
         committed += emitted
         # law 4.5: both caches hold a prefix of committed[:-1], and the draft's also waiting tokens
         self.target.roll_back(len(committed) - 1)
         if not self.drafter.proposal.tokens:
             self.drafter.roll_back(len(committed) - 1)
-        counts = counts_of(new, count, len(emitted))
-        times_s = drafted_s - started_s, perf_counter() - drafted_s
-        return Round(tuple(tested.tokens), count, tuple(emitted), "limit", counts, *times_s)
+        return Round(
+            drafted=tuple(tested.tokens),
+            num_accepted=count,
+            emitted=tuple(emitted),
+            stop_reason="limit",
+            counts=counts_of(new, count, len(emitted)),
+            draft_s=drafted_s - started_s,
+            target_s=perf_counter() - drafted_s,
+        )
+
+    def _drafted(self, text: list[int], num_waiting: int, num_left: int) -> Proposal:
+        """The new tokens of a step: none at the limit, or after a waiting EOS, which is not tested yet."""
+        num_allowed = min(self.max_draft_length, num_left - num_waiting)
+        has_ended = num_waiting > 0 and text[-1] in self.eos_ids
+        return Proposal() if has_ended or num_allowed < 1 else self.drafter.propose(text, num_allowed)

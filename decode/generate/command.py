@@ -18,7 +18,7 @@ from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
 from decode.drafters.trees import SHAPES
 from decode.experiment import Experiment
-from decode.generate.transcript import Transcript, legend, picture, summary
+from decode.generate.transcript import Transcript, picture
 from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 from lm import Pair
@@ -44,19 +44,16 @@ def generate(
     if policy is None:
         policy, reason = experiment.default_policy
         print(f"policy: {reason}", file=sys.stderr)
-    stop, pair = experiment.policy(policy), experiment.pair
+    stop = experiment.policy(policy)
     rounds = _rounds(experiment, prompt, stop, max_new_tokens, tree=tree)
     if json:
-        generation, settings = Generation.of(rounds), {"prompt": prompt, "policy": policy}
-        record = {"text": _text(generation, pair), **settings, "sampling": asdict(experiment.sampling)}
-        print(dumps(record | generation.as_dict(), ensure_ascii=False))
+        generation = Generation.of(rounds)
+        about = {"text": _text(generation, experiment.pair), "prompt": prompt, "policy": policy}
+        record = about | {"sampling": asdict(experiment.sampling)} | generation.as_dict()
+        print(dumps(record, ensure_ascii=False))
         return
-    transcript = Transcript(Console(highlight=False), pair.tokenizer, has_rejected=rejected)
-    transcript.console.print(legend())
-    for round_ in rounds:
-        transcript.write(round_)
-    closing = summary(Generation.of(transcript.rounds), stop)
-    transcript.console.print("\n" + closing, soft_wrap=True)
+    transcript = Transcript(Console(highlight=False), experiment.pair.tokenizer, has_rejected=rejected)
+    closing = transcript.show(rounds, stop)
     if picture_path is not None:
         title = f"acceptance-heads generate --policy {policy}"
         picture_path.write_text(picture(transcript.text, closing, title=title), encoding="utf-8")
@@ -94,7 +91,8 @@ def _rounds(
     *,
     tree: str | None = None,
 ) -> Iterator[Round]:
-    pair, decode = experiment.pair, experiment.decode
+    pair = experiment.pair
+    decode = experiment.decode
     models = PairModels(pair, holds_trees=tree is not None)
     drafter = models.drafter(policy, None if tree is None else SHAPES[tree])
     decoder = models.decoder(drafter, sampling=experiment.sampling, max_draft_length=decode.max_draft_length)

@@ -13,7 +13,7 @@ of `generate` without a draft (docs/transformers.md, also on greedy output in bf
                           without guidance; and what `generate` passes to no callable: its own `streamer` (bind one with
                           functools.partial), `assistant_model`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`. It
                           therefore refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
-    refused               with a ValueError that names it: every other keyword that is not None, and what `_check`
+    refused               with a ValueError that names it: every other keyword that is not None, and what `_refusals`
                           lists; a text that exceeds the target's context; a head that was trained with another draft,
                           target or sampling, unless `allow_foreign_heads`.
 """
@@ -66,6 +66,7 @@ _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
 _MODES = ["num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"]
 _MODES += ["force_words_ids"]
+_CALL = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # processors that are not functions of the tokens
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -138,10 +139,10 @@ def speculative_generate(
     """
     draft_model = _loaded(draft_model, model)
     if generation_config is None or not isinstance(draft_model, Drafting):
-        call = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
-        raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {call}")
-    config, criteria = generation_config, stopping_criteria or StoppingCriteriaList()
-    _check(model, input_ids, config, logits_processor or [], model_kwargs)
+        raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {_CALL}")
+    config = generation_config
+    for reason in _refusals(model, input_ids, config, logits_processor or [], model_kwargs):
+        raise ValueError(f"speculative_generate does not support {reason}")
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft_model, model, config)
@@ -149,12 +150,11 @@ def speculative_generate(
     drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
     sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
-    with closing(_rounds(decoder, input_ids, criteria, config, generator)) as rounds:
+    with closing(_rounds(decoder, input_ids, stopping_criteria or [], config, generator)) as rounds:
         generation = Generation.of(rounds if streamer is None else _streamed(rounds, input_ids, streamer))
-    new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
+    new_ids = input_ids.new_tensor([generation.token_ids]).view(1, -1)
     sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
-    output = SpeculativeOutput(sequences=sequences, generation=generation)
-    return output if config.return_dict_in_generate else sequences
+    return SpeculativeOutput(sequences, generation=generation) if config.return_dict_in_generate else sequences
 
 
 def _loaded(draft: Any, target: PreTrainedModel) -> Any:
@@ -225,7 +225,8 @@ def _rounds(
     )
     max_length: int = min(lengths) if lengths else config.max_length  # type: ignore[assignment]
     # one token is emitted before the first criterion is called, as in `generate`
-    ids, num_new = input_ids, max(1, max_length - input_ids.shape[1])
+    num_new = max(1, max_length - input_ids.shape[1])
+    ids = input_ids
     with closing(decoder.stream(input_ids[0].tolist(), num_new, generator=generator)) as rounds:
         for round_ in rounds:
             for index, token in enumerate(round_.emitted) if others else ():
@@ -236,46 +237,49 @@ def _rounds(
             yield round_
 
 
-def _check(
+def _refusals(
     model: PreTrainedModel,
     input_ids: Tensor,
     config: GenerationConfig,
-    processors: Sequence[Any],
+    processors: Sequence[object],
     kwargs: dict[str, Any],
-) -> None:
-    """Raise ValueError for what speculative_generate does not support."""
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    caches = [cache for name in ("past_key_values", "cache_params") if (cache := kwargs.get(name)) is not None]
-    modes = [f"{name}={value}" for name in _MODES if (value := getattr(config, name, None)) not in (None, False, 1)]
-    impure = [type(processor).__name__ for processor in processors if isinstance(processor, _IMPURE)]
-    mode, cache_kind, num_rows = config.get_generation_mode(), config.cache_implementation, len(input_ids)
-    refusals = {
-        f"{', '.join(modes) or mode.value}; unset it, for greedy search or sampling": mode
-        not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-        f"a batch of {num_rows} (or num_return_sequences > 1); generate one sequence at a time": num_rows != 1,
-        "encoder-decoder models; use a decoder-only target": model.config.is_encoder_decoder,
-        "prompts given as inputs_embeds; pass input_ids": kwargs.get("inputs_embeds") is not None,
-        "padded prompts; remove the padding": mask is not None and not bool(mask.all()),
-        "position_ids other than 0, 1, 2, ...; leave them out": positions is not None
-        and not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()),
-        # `generate` marks a user's cache; it also is one if it holds tokens
-        "a cache handed in, which it would not fill; leave it out": any(
-            getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
-            for cache in caches
-        ),
-        f"cache_implementation={cache_kind!r}; leave it unset": cache_kind not in (None, "dynamic"),
-        f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out": bool(impure),
-        f"{', '.join(_OUTPUTS)}; leave them off": any(getattr(config, name, False) for name in _OUTPUTS),
-    }
+) -> Iterator[str]:
+    """What speculative_generate does not support in this call."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        modes = [f"{name}={value}" for name in _MODES if (value := getattr(config, name, None)) not in (None, False, 1)]
+        yield f"{', '.join(modes) or mode.value}; unset it, for greedy search or sampling"
+    if len(input_ids) != 1:
+        yield f"a batch of {len(input_ids)} (or num_return_sequences > 1); generate one sequence at a time"
+    if model.config.is_encoder_decoder:
+        yield "encoder-decoder models; use a decoder-only target"
+    if kwargs.get("inputs_embeds") is not None:
+        yield "prompts given as inputs_embeds; pass input_ids"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        yield "padded prompts; remove the padding"
+    positions = kwargs.get("position_ids")
+    if positions is not None and bool((positions != torch.arange(positions.shape[-1], device=positions.device)).any()):
+        yield "position_ids other than 0, 1, 2, ...; leave them out"
+    if any(map(_is_users, (kwargs.get("past_key_values"), kwargs.get("cache_params")))):
+        yield "a cache handed in, which it would not fill; leave it out"
+    if config.cache_implementation not in (None, "dynamic"):
+        yield f"cache_implementation={config.cache_implementation!r}; leave it unset"
+    if impure := [type(processor).__name__ for processor in processors if isinstance(processor, _IMPURE)]:
+        yield f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out"
+    if any(getattr(config, name, False) for name in _OUTPUTS):
+        yield f"{', '.join(_OUTPUTS)}; leave them off"
     for name, value in kwargs.items():
         is_unset = value is None or value is False or (isinstance(value, Mapping) and not value)
         if not is_unset and name not in _PREPARED:
             shape = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             what = "images, sounds or videos" if name == "mm_encoder_outputs" else f"{name} ({shape})"
-            refusals[f"{what}: only token ids are read, so it would have no effect; leave it out"] = True
-    for refusal, is_refused in refusals.items():
-        if is_refused:
-            raise ValueError(f"speculative_generate does not support {refusal}")
+            yield f"{what}: only token ids are read, so it would have no effect; leave it out"
+
+
+def _is_users(cache: object) -> bool:
+    """True for a cache of the caller: `generate` marks it, and one that holds tokens is none of its own."""
+    return getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
 
 
 def _check_heads(policy: Policy, draft: Drafting, target: PreTrainedModel, config: GenerationConfig) -> None:

@@ -7,6 +7,7 @@ bonus      the target's token after full acceptance     blue
 """
 
 import re
+from collections.abc import Iterable
 from io import StringIO
 from typing import Any
 
@@ -26,7 +27,9 @@ class Detokenizer:
     """The text that each token adds; a byte-level token may hold half a character, which waits for its other half."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._ids, self._num_shown = tokenizer, list[int](), 0
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._num_shown = 0
 
     def add(self, token: int) -> str:
         """Append `token`; returns the text that is complete with it."""
@@ -35,7 +38,8 @@ class Detokenizer:
         if text.endswith(_INCOMPLETE):
             return ""
         # spaces and joins depend only on the tokens that were shown last
-        self._ids, self._num_shown = self._ids[self._num_shown :], len(self._ids) - self._num_shown
+        del self._ids[: self._num_shown]
+        self._num_shown = len(self._ids)
         return text
 
     def peek(self, tokens: tuple[int, ...]) -> str:
@@ -56,9 +60,20 @@ class Transcript:
     """Writes rounds to a console as they come."""
 
     def __init__(self, console: Console, tokenizer: Any, *, has_rejected: bool = True) -> None:
-        self.console, self._detokenizer, self._has_rejected = console, Detokenizer(tokenizer), has_rejected
-        self.rounds, self.text = list[Round](), Text()
-        """Everything written so far."""
+        self.console = console
+        self.rounds: list[Round] = []
+        self.text = Text()
+        self._detokenizer = Detokenizer(tokenizer)
+        self._has_rejected = has_rejected
+
+    def show(self, rounds: Iterable[Round], policy: Policy) -> str:
+        """Print the legend, the rounds, and a line on the whole generation, which is returned."""
+        self.console.print(legend())
+        for round_ in rounds:
+            self.write(round_)
+        closing = summary(Generation.of(self.rounds), policy)
+        self.console.print("\n" + closing, soft_wrap=True)
+        return closing
 
     def write(self, round_: Round) -> Text:
         """Print one round, without a line break; returns its tokens with their styles."""
@@ -86,8 +101,8 @@ def picture(text: Text, closing: str, *, title: str) -> str:
 def summary(generation: Generation, policy: Policy) -> str:
     """One line on the counts and seconds of a generation."""
     counts = generation.counts
-    draft_s, target_s = (sum(getattr(round_, name) for round_ in generation.rounds) for name in ("draft_s", "target_s"))
-    seconds = max(draft_s + target_s, 1e-9)
+    draft_s = sum(round_.draft_s for round_ in generation.rounds)
+    seconds = max(draft_s + sum(round_.target_s for round_ in generation.rounds), 1e-9)
     return (
         f"{counts.num_emitted} tokens in {seconds:.2f} s ({counts.num_emitted / seconds:.0f} tokens/s), "
         f"{counts.num_target} rounds: acceptance length {counts.acceptance_length:.2f}, "

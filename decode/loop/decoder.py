@@ -86,15 +86,11 @@ class SpeculativeDecoder:
         cache cannot roll back single sequences.
         """
         drafter = self._batch_drafter()
-        [num_rows], all_ids = integers_of(batch_size, "batch_size"), [integers_of(ids, _TOKEN) for ids in prompts]
+        [num_rows] = integers_of(batch_size, "batch_size")
         if num_rows < 1:
             raise ValueError(f"batch_size is {num_rows}; it must be at least 1")
-        limits = integers_of(max_new_tokens, "max_new_tokens")
-        limits = limits * len(all_ids) if len(limits) == 1 else limits
-        if len(limits) != len(all_ids):
-            raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(all_ids)} prompts; give 1 or as many")
-        for ids, limit in zip(all_ids, limits, strict=True):
-            self._check(len(ids), limit)
+        all_ids = [integers_of(ids, _TOKEN) for ids in prompts]
+        limits = self._limits_of(max_new_tokens, all_ids)
         if generator is None or isinstance(generator, torch.Generator):
             generator = [RandomSampler(generator) for _ in all_ids]
         shared = Session(self.sampling, self.eos_ids, GreedySampler(), [*chain.from_iterable(all_ids)])
@@ -132,7 +128,8 @@ class SpeculativeDecoder:
         """Rounds, each as soon as it is verified. Only one stream may be open at a time. ValueError at the first round:
         no integers, an empty prompt, a text beyond the target's context, or models that `decode.loop.session` refuses.
         """
-        committed, [limit] = integers_of(prompt_ids, _TOKEN), integers_of(max_new_tokens, "max_new_tokens")
+        committed = integers_of(prompt_ids, _TOKEN)
+        [limit] = integers_of(max_new_tokens, "max_new_tokens")
         self._check(len(committed), limit)
         draws = RandomSampler(generator) if generator is None or isinstance(generator, torch.Generator) else generator
         with Session(self.sampling, self.eos_ids, draws, committed, limit) as session:
@@ -145,6 +142,19 @@ class SpeculativeDecoder:
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return
+
+    def _limits_of(
+        self, max_new_tokens: SupportsIndex | Iterable[SupportsIndex], prompts: Sequence[list[int]]
+    ) -> list[int]:
+        """The limit of each prompt; ValueError unless there is one for all or one for each, which its context holds."""
+        limits = integers_of(max_new_tokens, "max_new_tokens")
+        if len(limits) == 1:
+            limits *= len(prompts)
+        if len(limits) != len(prompts):
+            raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts; give 1 or as many")
+        for ids, limit in zip(prompts, limits, strict=True):
+            self._check(len(ids), limit)
+        return limits
 
     def _check(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
         """Raise ValueError for a text that the target's context cannot hold; the last token is never fed."""
@@ -198,7 +208,8 @@ class SpeculativeDecoder:
 
 def integers_of(values: Any, name: str) -> list[int]:
     """One integer or several, of Python, numpy or torch; `name` says in a ValueError what is none."""
-    values, integers = values.tolist() if hasattr(values, "tolist") else values, []  # faster than an index per entry
+    values = values.tolist() if hasattr(values, "tolist") else values  # faster than an index per entry
+    integers = []
     for value in values if isinstance(values, Iterable) else [values]:
         try:
             integers.append(index(value))

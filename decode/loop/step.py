@@ -5,7 +5,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +17,7 @@ from lm.signals import POSITION, Normalised, signals_of
 # signals of `lm.signals` that policies read by the same name
 _READ = {"entropy", "max_prob", "top_prob", "logit_token_prob"}
 NO_STATES = "a head scores hidden states: the draft must keep them"
-Columns = dict[Any, Float[Tensor, " rows"]]
+Columns = dict[str | AcceptanceHead, Float[Tensor, " rows"]]
 """Numbers of each row, by the name of a signal or by the head."""
 Embedding = Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]
 
@@ -30,7 +29,7 @@ class DraftSteps:
     """
 
     # signals and tokens of the step before; None: it is the first
-    _previous: tuple[Columns, Int[Tensor, " rows"]] | None = None
+    _previous: tuple[dict[str, Float[Tensor, " rows"]], Int[Tensor, " rows"]] | None = None
 
     def __init__(self, embedding: Embedding) -> None:
         """`embedding`: token ids -> the draft's input embeddings."""
@@ -63,9 +62,7 @@ class DraftSteps:
         names = computed(heads, frozenset[str]().union(*(policy.signals for policy in policies)))
         if not names and not heads and confidence is None:
             return token.tolist(), [AfterDraw(position)] * len(policies)
-        count = None
-        if POSITION in names:  # numbers of a launch, and no transfer
-            count = torch.cat([torch.full((1,), position + num, device=token.device) for num in nums_before])
+        count = _counts(position, nums_before, token.device) if POSITION in names else None
         if position == 0:
             self._previous = None
         known = token.long().clamp(max=q.logits.shape[-1] - 1)  # a row that is not finite draws an id beyond the last
@@ -113,6 +110,11 @@ class DraftSteps:
             self._previous = {name: column[index] for name, column in columns.items()}, token[index]
 
 
+def _counts(position: int, nums_before: Sequence[int], device: torch.device) -> Int[Tensor, " rows"]:
+    """Tokens of each row's response before this one: numbers of launches, without a transfer."""
+    return torch.cat([torch.full((1,), position + num, device=device) for num in nums_before])
+
+
 def computed(heads: Iterable[AcceptanceHead], signals: frozenset[str]) -> list[str]:
     """Names of the signals (`lm.signals`) that are computed for these heads, and for a policy of these signals."""
     names = {name for head in heads for name in head.inputs.scalars} | signals & _READ
@@ -121,7 +123,7 @@ def computed(heads: Iterable[AcceptanceHead], signals: frozenset[str]) -> list[s
     return sorted(names)
 
 
-def _after_draw(position: int, numbers: Mapping[object, float], policy: Policy) -> AfterDraw:
+def _after_draw(position: int, numbers: Mapping[str | AcceptanceHead, float], policy: Policy) -> AfterDraw:
     """The signals of a token as a policy gets them."""
     known = {name: number for name, number in numbers.items() if name in AfterDraw._fields}
     known |= {f"{timing_of(head)}_logit": numbers[head] for head in policy.heads if head in numbers}

@@ -8,11 +8,11 @@ t_target(k)). The draft continues while S * g(a) >= price, where
     g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it:
         max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n], given a and S = 1
 
-A prefix head gives a before the draw, when the forward is already paid. So it stops there only if the token is not
-worth its own verification, S * a < lambda * slope of t_target(k), and after it by the rule above. Where scores form a
-Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves every hardware:
-`evaluation.tuning.rule` solves for it on a trace. Here it is a line, which first_index replaces where a fed-time head
-has scored nothing yet.
+A prefix head gives a before the draw, when the forward is already paid. The rule then decides twice. Before the draw it
+stops if the token is not worth its own verification, S * a < lambda * slope of t_target(k). After the draw it stops as
+above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves
+every hardware: `evaluation.tuning.rule` solves for it on a trace. Here g is a line. Before a fed-time head has scored a
+token, first_index replaces it.
 
 lambda is `throughput`; with `is_online` it is N / T of the generation so far, plus 256 tokens at that throughput. It is
 at least 1 / t_target(0), the target's own. A round drafts nothing while `AutoState.profit` is negative, since the
@@ -164,8 +164,8 @@ class Auto(ScoringPolicy):
 
     def _prior(self) -> tuple[Number, Number]:
         """(lambda, profit per drafting round) at the start."""
-        cost, start = (self.t_draft_s + self.t_verify_s) / self.t_target_s, self.t_start_s / self.t_target_s
-        rate, profit = prior_of(self.next_mean, cost, start)
+        cost = (self.t_draft_s + self.t_verify_s) / self.t_target_s
+        rate, profit = prior_of(self.next_mean, cost, self.t_start_s / self.t_target_s)
         rate = rate / self.t_target_s if self.throughput is None else self.throughput
         return np.maximum(rate, 1.0 / self.t_target_s), profit if self.prior_profit is None else self.prior_profit
 
@@ -184,8 +184,8 @@ class AutoTokenProb(Auto):
 
     @cached_property
     def _scored(self) -> ScoreHead:
-        shift, temperature = self.offset / self.slope, 1.0 / self.slope
-        return ScoreHead("logit_token_prob", "drawn", calibration_shift=shift, temperature=temperature)
+        shift = self.offset / self.slope
+        return ScoreHead("logit_token_prob", "drawn", calibration_shift=shift, temperature=1.0 / self.slope)
 
 
 def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Number, Number]:
@@ -196,11 +196,14 @@ def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Num
     m is `acceptance`; c, `cost`, and s, `start`, are the seconds of one more drafted token and those of a drafting
     round that do not depend on k, both over t_target(0).
     """
-    accepted, power = acceptance, acceptance
-    rate, profit = (1.0 + acceptance) / (1.0 + start + cost), acceptance - start - cost
+    accepted = acceptance
+    power = acceptance
+    rate = (1.0 + acceptance) / (1.0 + start + cost)
+    profit = acceptance - start - cost
     for k in range(2, LONGEST + 1):
         power = power * acceptance
         accepted = accepted + power
         extra = start + k * cost
-        rate, profit = np.maximum(rate, (1.0 + accepted) / (1.0 + extra)), np.maximum(profit, accepted - extra)
+        rate = np.maximum(rate, (1.0 + accepted) / (1.0 + extra))
+        profit = np.maximum(profit, accepted - extra)
     return rate, profit

@@ -94,7 +94,7 @@ class Policy:
     signals: ClassVar[frozenset[str]] = frozenset()
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
     grid: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
-    """Parameter -> values that an evaluation compares, of a policy that is written module:Class; none: its defaults."""
+    """Of a custom policy (module:Class): parameter -> values that an evaluation compares; empty: its defaults alone."""
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
     heads: tuple[Head, ...] = ()
@@ -260,15 +260,18 @@ def mapped(function: Callable[..., Any], *states: State) -> State:
     return kind._make(values) if hasattr(kind, "_make") else tuple(values)
 
 
-def _check(parameter: Field[Any], value: Any, least: Number, most: Number) -> None:
+def _check(parameter: Field[object], value: object, least: Number, most: Number) -> None:
     """Raise unless the value, or each number of an array, is of the type of the default and within the range."""
-    default, annotation = parameter.default, str(parameter.type)
+    default = parameter.default
+    annotation = str(parameter.type)
     if value is default or (value is None and "None" in annotation):
         return
     if "bool" in annotation or isinstance(default, bool):
-        is_valid, expected = np.asarray(value).dtype.kind == "b", "true or false"
+        is_valid = np.asarray(value).dtype.kind == "b"
+        expected = "true or false"
     elif isinstance(default, int | float) or least > -inf:
-        values, is_count = np.asarray(value), isinstance(default, int) and least > -inf
+        values = np.asarray(value)
+        is_count = isinstance(default, int) and least > -inf
         is_valid = values.dtype.kind in "iuf" and bool(np.all((values >= least) & (values <= most)))  # no NaN is
         is_valid = is_valid and not (is_count and np.any(np.isinf(values) | (values != np.floor(values))))
         expected = "a whole number" if is_count else "a probability" if most == 1 else "a number"

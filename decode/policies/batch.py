@@ -35,7 +35,8 @@ class Curve:
     seconds: tuple[float | int, ...]
 
     def __post_init__(self) -> None:
-        numbers, seconds = np.array(self.numbers), np.array(self.seconds)
+        numbers = np.array(self.numbers)
+        seconds = np.array(self.seconds)
         is_rising = len(numbers) == len(seconds) > 0 and bool((np.diff(numbers) > 0).all())
         if not is_rising or not ((seconds > 0) & (seconds < inf)).all():
             raise ValueError(
@@ -53,8 +54,9 @@ class Curve:
         within = np.interp(number, self.numbers, self.seconds)
         if len(self.numbers) == 1:
             return within
-        (a, b), (first_s, last_s) = self.numbers[-2:], self.seconds[-2:]
-        return within + np.maximum(number - b, 0.0) * (last_s - first_s) / (b - a)
+        before, last = self.numbers[-2:]
+        before_s, last_s = self.seconds[-2:]
+        return within + np.maximum(number - last, 0.0) * (last_s - before_s) / (last - before)
 
     def plus(self, seconds: float) -> "Curve":
         """This curve, raised by `seconds` everywhere."""
@@ -107,7 +109,7 @@ class BatchAuto(ScoringPolicy):
 
     def begin(self, state: State) -> State:
         survival, _, learned = state
-        # before its first token a lagging head's index is about the second, which the first must precede
+        # a fed-time head's first_index is worth of the second token; the first one alone is worth next_mean
         return 1.0 + 0.0 * survival, 0.0 * survival + max(self.first_index, self.next_mean), learned
 
     def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
@@ -160,7 +162,8 @@ class Controller:
             expected_tokens: [sequence] tokens that the step is expected to add to each.
             num_tokens: tokens that the whole batch feeds the verification if none of them continues.
         """
-        order, sizes = np.argsort(-expected_tokens, kind="stable"), np.arange(1, len(expected_tokens) + 1)
+        order = np.argsort(-expected_tokens, kind="stable")
+        sizes = np.arange(1, len(expected_tokens) + 1)
         gain = np.cumsum(expected_tokens[order]) - self.throughput * self.step_cost_s(sizes, num_tokens)
         best = int(gain.argmax())
         result = np.zeros(len(expected_tokens), dtype=bool)
@@ -179,7 +182,8 @@ class BatchController(Controller):
     """A run of a batch whose costs are given, which learns lambda: tokens over seconds."""
 
     def __init__(self, rule: BatchAuto) -> None:
-        self.rule, self.step_cost_s = rule, rule.step_cost_s
+        self.rule = rule
+        self.step_cost_s = rule.step_cost_s
         rate = rule.prior() if rule.throughput is None else rule.throughput
         self.seconds = rule.prior_rounds * float(rule.costs.target(rule.batch_size))
         self.tokens = rate * self.seconds
@@ -200,5 +204,13 @@ def batched(policy: Policy, batch_size: int, costs: BatchCosts | None = None) ->
     if not isinstance(policy, Auto):
         return policy
     costs = costs or BatchCosts(Curve.line(policy.t_draft_s), Curve.line(policy.t_target_s, policy.t_verify_s))
-    index = {name: getattr(policy, name) for name in ("next_mean", "index_offset", "index_slope", "first_index")}
-    return BatchAuto(policy.head, costs, batch_size, is_learning=policy.is_learning, **index)
+    return BatchAuto(
+        policy.head,
+        costs,
+        batch_size,
+        next_mean=policy.next_mean,
+        index_offset=policy.index_offset,
+        index_slope=policy.index_slope,
+        first_index=policy.first_index,
+        is_learning=policy.is_learning,
+    )

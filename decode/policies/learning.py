@@ -73,8 +73,10 @@ def token_feedback(weights: tuple[Number, Number, Number], inputs: tuple[Number,
     """Feedback of one token, whose acceptance probability is `prob`."""
     f, token = inputs
     score = score_of(weights, inputs)
-    error, v = prob - score, score * (1.0 - score)
-    vf, vl = v * f, v * token
+    error = prob - score
+    v = score * (1.0 - score)
+    vf = v * f
+    vl = v * token
     return (error, error * f, error * token), (v, vf, vl, vf * f, vf * token, vl * token)
 
 
@@ -97,8 +99,12 @@ def logit_of(prob: Number) -> Number:
 def _solved(matrix: tuple[Number, ...], a: Number, b: Number, c: Number) -> tuple[Number, Number, Number]:
     """matrix^-1 (a, b, c), by cofactors."""
     m00, m01, m02, m11, m12, m22 = matrix
-    c00, c01, c02 = m11 * m22 - m12 * m12, m02 * m12 - m01 * m22, m01 * m12 - m02 * m11
-    c11, c12, c22 = m00 * m22 - m02 * m02, m01 * m02 - m00 * m12, m00 * m11 - m01 * m01
+    c00 = m11 * m22 - m12 * m12
+    c01 = m02 * m12 - m01 * m22
+    c02 = m01 * m12 - m02 * m11
+    c11 = m00 * m22 - m02 * m02
+    c12 = m01 * m02 - m00 * m12
+    c22 = m00 * m11 - m01 * m01
     determinant = m00 * c00 + m01 * c01 + m02 * c02
     return (
         (c00 * a + c01 * b + c02 * c) / determinant,

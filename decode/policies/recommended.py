@@ -67,12 +67,14 @@ def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, Any], str] | 
     speed_ups = {name: known["tokens_per_s"] * known["t_target_s"] for name, known in timed.items()}
     if speed_ups:
         name = max(speed_ups, key=speed_ups.__getitem__)
-        tuned, fixed = recommended[name], recommended[name].get("fixed_tokens_per_s")
+        tuned = recommended[name]
+        fixed = tuned.get("fixed_tokens_per_s")
         reason = (
             f"{name} at its tuned threshold {tuned['max_rejection_prob']:.3g}: the first of {len(speed_ups)} tuned "
             f"heads, predicted {speed_ups[name]:.2f} times as fast as the target alone"
         )
-        reason += f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length" if fixed else ""
+        if fixed:
+            reason += f", {tuned['tokens_per_s'] / fixed - 1:+.0%} over the best fixed length"
         return paths[name], {}, reason
     if not chains:
         return None

@@ -198,7 +198,8 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, _, rest = spec.partition(":")
     written = _IMPORTED.fullmatch(spec.strip())
     if written and name not in (*POLICIES, AUTO):
-        name, rest = f"{written[1]}:{written[2]}", written[3] or ""
+        name = f"{written[1]}:{written[2]}"
+        rest = written[3] or ""
     parameters: dict[str, Any] = {}
     if name == AUTO:
         name = "head"
@@ -206,13 +207,14 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals and name == "head" and "head" not in parameters:
-            key, value = "head", part
+            key = "head"
+            value = part
         elif not equals:
             raise ValueError(f"policy {spec!r}: {part!r} must be parameter=value")
-        key, value = key.strip(), value.strip()
+        key = key.strip()
         if key in parameters:
             raise ValueError(f"policy {spec!r} gives {key} twice; give it once")
-        parameters[key] = value if key == "head" else _value(value)
+        parameters[key] = value.strip() if key == "head" else _value(value.strip())
     return name.strip(), parameters
 
 

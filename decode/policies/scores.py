@@ -101,8 +101,8 @@ class ScoringPolicy(Policy):
         return NOTHING if self.is_learning else ()
 
     def score(self, learned: Any, signals: Any) -> Number:
-        """The newest acceptance probability that the head predicts: of a drawn token; with a prefix head also of the
-        next one, before its draw; with a fed-time head of the token before.
+        """The newest acceptance probability that the head predicts. A drawn-time head predicts it of the drawn token, a
+        prefix head of that token or, before the draw, of the next one, and a fed-time head of the token before.
 
         `signals` are those after the draw, or before it; `learned` is the state of `decode.policies.learning`, by which
         the token is scored if the policy learns.
