@@ -152,7 +152,7 @@ def speculative_generate(
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     with closing(_rounds(decoder, input_ids, stopping_criteria or [], config, generator)) as rounds:
         generation = Generation.of(rounds if streamer is None else _streamed(rounds, input_ids, streamer))
-    new_ids = input_ids.new_tensor([generation.token_ids]).view(1, -1)
+    new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
     sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
     return SpeculativeOutput(sequences, generation=generation) if config.return_dict_in_generate else sequences
 
@@ -278,7 +278,7 @@ def _refusals(
 
 
 def _is_users(cache: object) -> bool:
-    """True for a cache of the caller: `generate` marks it, and one that holds tokens is none of its own."""
+    """True for a cache of the caller: `generate` marks it; the caches that `generate` makes hold no tokens yet."""
     return getattr(cache, "_is_user_defined", False) or any(map(is_written, getattr(cache, "layers", ())))
 
 

@@ -8,7 +8,7 @@ as lossless as the loop. With a rule for the whole batch (`decode.policies.batch
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -48,7 +48,7 @@ class _Sequence:
     number: int | None = None
     """Index of the prompt; None: the row is free."""
 
-    def __init__(self, drafter: ModelDrafter, target: BatchRow) -> None:
+    def __init__(self, drafter: ModelDrafter, target: CachedModel | BatchRow) -> None:
         self.drafter = drafter
         self.target = target
 
@@ -123,7 +123,7 @@ class Batch:
         started_s = perf_counter()
         steps = self._drafted(busy)
         drafted_s = perf_counter()
-        rows = [seq.target for seq in busy]
+        rows: list[Any] = [seq.target for seq in busy]  # of one batch
         fed = [seq.committed[len(seq.target) :] + seq.drafter.proposal.tokens for seq in busy]
         nums = [seq.num_planned for seq in busy]
         p = self._dists(busy, self._target.feed(rows, fed, nums), nums).split(nums)
@@ -148,7 +148,7 @@ class Batch:
 
     def _step(self, going: list[_Sequence], position: int) -> list[_Sequence]:
         """Draft one token of each of these sequences; returns those whose policies want another."""
-        rows = [sequence.drafter.model for sequence in going]
+        rows: list[Any] = [sequence.drafter.model for sequence in going]
         fed = [seq.drafter.proposal.tokens[-1:] or seq.committed[len(seq.drafter.model) :] for seq in going]
         nums = [1] * len(rows)
         logits = self._draft.feed(rows, fed, nums)
