@@ -222,7 +222,7 @@ def _source(pair: PairConfig, *, layer: int | None, draft_every: int) -> StateSo
         assert isinstance(models.drafting, FeatureDraft), "its layout is one of a feature draft"
         return RolloutStates(models.drafting, models.target, draft_every=draft_every)
     draft = load_model(pair.draft)
-    check_width(draft, vocab_size_of(load_pair_tokenizer(pair), model_config(pair.draft)), "draft")
+    check_width(draft.config, vocab_size_of(load_pair_tokenizer(pair), model_config(pair.draft)), "draft")
     num_layers = draft.config.get_text_config().num_hidden_layers
     if layer is not None and layer > num_layers:
         raise ValueError(f"heads.layer is {layer}, but the draft has {num_layers} layers; choose 0 to {num_layers}")
