@@ -6,8 +6,8 @@ switched off. The curves t_draft(sequences) and t_target(tokens) are of rounds i
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain, cycle, islice
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from operator import itemgetter
 from statistics import median
 from time import perf_counter
@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from decode.loop.batch import BatchRound
+from decode.loop.rounds import Counts
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop
+from evaluation.gain import Gain, gain_of_turns
 from evaluation.regression import rising
+from evaluation.sources.clock import Clocked, clock_in_turns
 from evaluation.table import Table, crossed
-from evaluation.turns import in_turns
 
 _TURNS = 3
 _REQUESTS_PER_ROW = 2
@@ -36,39 +38,58 @@ def measure_sizes(
     fixed lengths, which `policies` must have.
 
     Returns:
-        Rows of every policy at every size, medians over turns of tokens/s and of the ratio to the best fixed length's;
-        and curves from all rounds of fixed lengths, which look at no token.
+        Rows of every policy at every size: median over turns of tokens/s, and the gain over the best fixed length with
+        its interval over turns; and curves from all rounds of fixed lengths, which look at no token.
     """
-    prompts = {size: list(islice(cycle(loop.prompts), _REQUESTS_PER_ROW * size)) for size in sizes}
-    fixed, rows = [name for name, policy in policies.items() if isinstance(policy, FixedLength)], []
-    first_turn = (_run(loop, policies[name], prompts[size], size, seed=0)[1] for size in sizes for name in fixed)
-    rounds = list(chain(*first_turn))
-    first = curves_of(rounds)
+    fixed = [name for name, policy in policies.items() if isinstance(policy, FixedLength)]
+    rounds: list[BatchRound] = []
     for size in sizes:
-        speeds: dict[str, list[float]] = defaultdict(list)
-        for turn, order in in_turns(policies, range(_TURNS + 1)):
-            for name in order:
-                speed, played = _run(loop, batched(policies[name], size, first), prompts[size], size, seed=turn)
-                if turn:  # the first is a warm-up
-                    speeds[name].append(speed)
-                    rounds += played if name in fixed else []
-        best = speeds[max(fixed, key=lambda name: median(speeds[name]))]
-        for name in policies:
-            against = median(speed / rival_speed for speed, rival_speed in zip(speeds[name], best, strict=True))
-            row = {"batch_size": size, "policy": name, "tokens_per_s": median(speeds[name])}
-            rows.append(row | {"against_fixed": against})
+        for name in fixed:
+            _arm_of(loop, policies[name], size, rounds)(0)
+    first = curves_of(rounds)
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        arms = {}
+        for name, policy in policies.items():
+            arms[name] = _arm_of(loop, batched(policy, size, first), size, rounds if name in fixed else [])
+        seeds = {str(turn): turn for turn in range(1, _TURNS + 1)}
+        runs = clock_in_turns(arms, seeds, desc=f"bench: batches of {size}", warm_up=0)
+        rows += _rows_of(runs, fixed, size)
     return rows, curves_of(rounds)
 
 
-def _run(
-    loop: Loop, policy: Policy, prompts: Sequence[list[int]], size: int, *, seed: int
-) -> tuple[float, list[BatchRound]]:
-    """Tokens per second of one batch, and its rounds."""
-    decoder, generator = loop.decoder(policy), torch.Generator().manual_seed(seed)
-    started_s = perf_counter()
-    batch = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
-    rounds = list(batch)
-    return sum(generation.counts.num_emitted for generation in batch.generations) / (perf_counter() - started_s), rounds
+def _rows_of(runs: Mapping[str, Sequence[Clocked]], fixed: Sequence[str], size: int) -> list[dict[str, Any]]:
+    speeds = {
+        name: median(run.counts.num_emitted / run.whole_s for run in of_policy) for name, of_policy in runs.items()
+    }
+    seconds = {name: [run.whole_s for run in of_policy] for name, of_policy in runs.items()}
+    best = max(fixed, key=speeds.__getitem__)
+    rows = []
+    for name, speed in speeds.items():
+        gain = gain_of_turns(seconds[best], seconds[name])  # all runs of a size write equally many tokens
+        row = {"batch_size": size, "policy": name, "tokens_per_s": speed, "against_fixed": 1 + gain.value}
+        rows.append(row | {"gain": gain.value, "low": gain.low, "high": gain.high})
+    return rows
+
+
+def _arm_of(loop: Loop, policy: Policy, size: int, rounds: list[BatchRound]) -> Callable[[int], Clocked]:
+    """A batch of `size` sequences from a seed; its rounds are added to `rounds`."""
+    decoder = loop.decoder(policy)
+    prompts = list(islice(cycle(loop.prompts), _REQUESTS_PER_ROW * size))
+
+    def decode(seed: int) -> Clocked:
+        generator = torch.Generator().manual_seed(seed)
+        started_s = perf_counter()
+        batch = decoder.batch(prompts, loop.max_new_tokens, batch_size=size, generator=generator)
+        rounds_s = []
+        for round_ in batch:
+            rounds.append(round_)
+            rounds_s.append(perf_counter() - started_s)
+        whole_s = perf_counter() - started_s
+        counts = Counts(num_emitted=sum(generation.counts.num_emitted for generation in batch.generations))
+        return Clocked(counts=counts, whole_s=whole_s, first_token_s=rounds_s[0])
+
+    return decode
 
 
 def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
@@ -97,12 +118,14 @@ def _thinned(curve: Curve) -> Curve:
 
 def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
-    cells = (
-        (row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}, {row['against_fixed'] - 1:+.1%}")
-        for row in sorted(rows, key=itemgetter("batch_size"))
-    )
+    cells = []
+    for row in sorted(rows, key=itemgetter("batch_size")):
+        gain = Gain(row["gain"], row["low"], row["high"], None)
+        text = f", {gain.text}" if row["gain"] else ""
+        cells.append((row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}{text}"))
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
-    return Table(title, crossed("policy", cells), "after the comma: over the best fixed length's of the same turn")
+    note = f"after the comma: over the best fixed length's of the same turn, with its 95 % interval over {_TURNS} turns"
+    return Table(title, crossed("policy", cells), note)
 
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -90,13 +90,18 @@ def test_the_default_schedule_is_transformers_own_and_the_heuristic_keeps_what_i
 
 
 def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_batches(pair, monkeypatch):
-    ran, run = [], batch_sizes._run
+    ran, arm_of = [], batch_sizes._arm_of
 
-    def watched(loop, policy, *rest, seed):
-        ran.append((policy, run(loop, policy, *rest, seed=seed)))
-        return ran[-1][1]
+    def watched(loop, policy, size, rounds):
+        decode = arm_of(loop, policy, size, rounds)
 
-    monkeypatch.setattr(batch_sizes, "_run", watched)
+        def written(seed):
+            ran.append((policy, decode(seed)))
+            return ran[-1][1]
+
+        return written
+
+    monkeypatch.setattr(batch_sizes, "_arm_of", watched)
     loop = Loop(pair=pair, prompts=[[1, 2], [3, 4, 5]], sampling=Sampling(), max_draft_length=4, max_new_tokens=6)
     auto = Auto(AcceptanceHead(pair.draft.config.hidden_size, 0, "drawn", scalars=True), 1.0, 2.0)
     policies = {"none": FixedLength(0), "two": FixedLength(2), "own": TokenProb(0.4), "auto": auto}
@@ -105,6 +110,7 @@ def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_b
     for size in (1, 3):
         fixed = [row for row in rows if row["batch_size"] == size and row["policy"] in ("none", "two")]
         assert max(row["against_fixed"] for row in fixed) >= 1.0
+        assert all(row["low"] <= row["gain"] <= row["high"] for row in fixed), "intervals over turns"
     assert len(size_table(rows).rows) == 4
     speeds = {"none": 90.0, "two": 100.0, "own": 110.0, "auto": 1.0}
     made = [row | {"tokens_per_s": speeds[row["policy"]], "against_fixed": 1.1} for row in rows]
@@ -114,8 +120,7 @@ def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_b
     assert len(rules) == 8
     assert all(rule.costs.draft(3) < 1.0 for rule in rules)  # seconds: a toy takes less than the 1 that it began with
     # two requests a row, each written to its end, which no EOS brings
-    every = [sum(one.num_emitted for one in rounds) for _, (_, rounds) in ran]
-    assert set(every) == {2 * size * 6 for size in (1, 3)}
+    assert {run.counts.num_emitted for _, run in ran} == {2 * size * 6 for size in (1, 3)}
 
 
 def test_curves_leave_out_rounds_that_read_prompts_and_never_fall():
