@@ -20,18 +20,22 @@ from data_gen.store.manifest import num_prompts as num_of_split
 from data_gen.store.manifest import read_manifest
 from store.shards import write_atomic
 
+Prompts = Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]]
+"""Strings, records with fields such as prompt or messages, or lists of messages."""
+Model = str | ModelSource | PreTrainedModel
+"""A directory or hub id, its settings, or a loaded model."""
 _SHARE = 0.1
 """Share of the prompts for dev, and for test."""
-_PROMPTS = "prompts.jsonl"
+PROMPTS_FILE = "prompts.jsonl"
 _YAML = "experiment.yaml"
 _ABOUT_YAML = "# The experiment of make_data, which writes this file again when it is called again; change a copy.\n"
 
 
 def make_data(
-    prompts: Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]],
+    prompts: Prompts,
     *,
-    target: str | ModelSource | PreTrainedModel,
-    draft: str | ModelSource | PreTrainedModel,
+    target: Model,
+    draft: Model,
     dir: str,
     tokenizer: PreTrainedTokenizerBase | None = None,
     temperature: float = 1.0,
@@ -57,24 +61,51 @@ def make_data(
         ValueError: too few or malformed prompts, an unknown or invalid setting, models that do not fit.
         FileNotFoundError: a model that does not exist.
     """
-    records = [] if isinstance(prompts, str) else [_record(prompt, index) for index, prompt in enumerate(prompts)]
-    if (num_different := len({prompt_of(record, default_id="").content for record in records})) < 3:
+    records = prompt_records(prompts)
+    if (num_different := num_distinct(records)) < 3:
         raise ValueError(f"prompts is {prompts!r:.80}; give a list of at least 3 different ones: train, dev and test")
     known = DataConfig.__dataclass_fields__.keys() - {"dir", "prompts"}
     if unknown := sorted(settings.keys() - known):
         raise ValueError(f"{unknown[0]!r} is not a setting of make_data; it takes {', '.join(sorted(known))}")
     root = local_path(dir, "dir")
-    pair = PairConfig(
-        target=_source(target, root / "models" / "target", tokenizer),
-        draft=_source(draft, root / "models" / "draft", tokenizer),
-        sampling=SamplingConfig(temperature=temperature),
-    )
-    config = _config(with_shipped_models(pair), root, num_different, settings)
+    pair = pair_of(target, draft, root / "models", tokenizer=tokenizer, temperature=temperature)
+    config = _config(pair, root, num_different, settings)
     check_limits(config)
-    write_atomic(root / _PROMPTS, "".join(map(_line, records)).encode())
+    write_prompts(root / PROMPTS_FILE, records)
     write_atomic(root / _YAML, f"{_ABOUT_YAML}{yaml_of(config)}".encode())
     make(config)
     return config
+
+
+def prompt_records(prompts: Prompts) -> list[Fields]:
+    """Prompts as records of a JSONL file; none for a single string. ValueError for a malformed prompt."""
+    if isinstance(prompts, str):
+        return []
+    return [_record(prompt, index) for index, prompt in enumerate(prompts)]
+
+
+def num_distinct(records: Sequence[Fields]) -> int:
+    """Number of prompts of different content."""
+    return len({prompt_of(record, default_id="").content for record in records})
+
+
+def write_prompts(path: Path, records: Sequence[Fields]) -> None:
+    """Write records as a file of prompts."""
+    write_atomic(path, "".join(map(_line, records)).encode())
+
+
+def pair_of(
+    target: Model, draft: Model, directory: Path, *, tokenizer: PreTrainedTokenizerBase | None, temperature: float
+) -> PairConfig:
+    """The models of an experiment, as `make_data` takes them; loaded ones that were modified are saved to
+    `directory`.
+    """
+    pair = PairConfig(
+        target=_source(target, directory / "target", tokenizer),
+        draft=_source(draft, directory / "draft", tokenizer),
+        sampling=SamplingConfig(temperature=temperature),
+    )
+    return with_shipped_models(pair)
 
 
 def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, Any]) -> Config:
@@ -85,7 +116,7 @@ def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, 
         manifest = read_manifest(directory)
         for split in ("dev", "test"):
             sizes[f"num_{split}"] = num_of_split(manifest, split) or num
-    data = DataConfig(dir=str(directory), prompts=str(root / _PROMPTS), **sizes | settings)
+    data = DataConfig(dir=str(directory), prompts=str(root / PROMPTS_FILE), **sizes | settings)
     decode = DecodeConfig(dir=str(root / "decode"), num_dev=data.num_dev, num_test=data.num_test)
     return Config(pair=pair, data=data, heads=HeadsConfig(dir=str(root / "heads")), decode=decode)
 

@@ -20,7 +20,7 @@ from configs.command import SECTIONS
 from configs.front import COMMANDS, TRAINING
 from configs.screens import Option, options_of, settings_of, summary_of, usage_of
 
-ROOMS = ("decode", "heads", "data_gen", "configs")
+ROOMS = ("decode", "heads", "data_gen", "evaluation", "configs")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
 # nbconvert adds loaders of MathJax and Mermaid from another host to every notebook; ours uses neither.
 _LOADERS = re.compile(r'<script (?:src=""|type="(?:module|text/x-mathjax-config)")>.*?</script>', re.DOTALL)

@@ -200,7 +200,8 @@ def run_all(folder: Path, *, edit: Callable[[str], str] = lambda code: code) -> 
         at = folder / name
         at.mkdir()
         (at / "checkpoints").mkdir()
-        (at / "checkpoints" / "tiny").symlink_to(ROOT / "checkpoints" / "tiny")
+        for name_of_models in ("tiny", "coder"):
+            (at / "checkpoints" / name_of_models).symlink_to(ROOT / "checkpoints" / name_of_models)
         for file in _STEPS_BEGIN_WITH if name == "steps" else ():
             (at / file).write_bytes((folder / "tutorial" / file).read_bytes())
         for page in pages:

@@ -51,8 +51,8 @@ def threshold_of(result: Result) -> str | None:
 
 def curve_of(contest: Contest, result: Result) -> pd.DataFrame:
     """The gain over the best fixed length on test by threshold, the lowest first: a column with the name of the
-    parameter, `gain`, `low` and `high`; `is_chosen`: dev's choice, and `is_equal`: the thresholds around it that dev
-    cannot tell from it.
+    parameter, `gain`, `low` and `high` (95 % over prompts; the error of measured times, which moves all thresholds
+    alike, is left out); `is_chosen`: dev's choice; `is_equal`: the thresholds around it that dev cannot tell from it.
 
     Raises:
         ValueError: the settings of the family do not differ by one threshold alone.

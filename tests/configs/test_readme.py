@@ -152,12 +152,13 @@ def test_the_readmes_lines_from_prompts_to_a_text_run_beside_a_users_train_py(tm
     (tmp_path / "train.py").write_text("raise SystemExit('the user has this')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert len([line for line in FROM_PROMPTS.splitlines() if line]) <= 10
+    assert len([line for line in FROM_PROMPTS.splitlines() if line]) <= 11
     names: dict[str, Any] = {}
     exec(compile(FROM_PROMPTS, "README.md", "exec"), names)
     assert list((tmp_path / "runs/mine/heads/exported").glob("*/config.json"))
-    assert names["head"].provenance.metrics["auroc"] > 0.5
-    assert str(names["head"].provenance.metrics["auroc"]) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert names["result"].verdict["sentence"] in printed
+    assert "max_rejection_prob" in printed
     assert names["complete"](names["config"], "Tom has 3 apples.", max_new_tokens=8).strip()
 
 
