@@ -71,7 +71,7 @@ def make_data(
     pair = pair_of(target, draft, root / "models", tokenizer=tokenizer, temperature=temperature)
     config = _config(pair, root, num_different, settings)
     check_limits(config)
-    write_prompts(root / PROMPTS_FILE, records)
+    save_prompts(root / PROMPTS_FILE, records)
     write_atomic(root / _YAML, f"{_ABOUT_YAML}{yaml_of(config)}".encode())
     make(config)
     return config
@@ -89,7 +89,7 @@ def num_distinct(records: Sequence[Fields]) -> int:
     return len({prompt_of(record, default_id="").content for record in records})
 
 
-def write_prompts(path: Path, records: Sequence[Fields]) -> None:
+def save_prompts(path: Path, records: Sequence[Fields]) -> None:
     """Write records as a file of prompts."""
     write_atomic(path, "".join(map(_line, records)).encode())
 

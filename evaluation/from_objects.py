@@ -13,7 +13,7 @@ from configs.limits import check_limits
 from configs.load import load_config
 from configs.paths import local_path
 from configs.schema import Config, DataConfig, DecodeConfig, HeadsConfig, PairConfig
-from data_gen.from_prompts import PROMPTS_FILE, Model, Prompts, num_distinct, pair_of, prompt_records, write_prompts
+from data_gen.from_prompts import PROMPTS_FILE, Model, Prompts, num_distinct, pair_of, prompt_records, save_prompts
 from data_gen.prompts.files import Fields
 from decode.experiment import Experiment
 from decode.policies.base import Policy
@@ -41,7 +41,7 @@ def evaluate(
         draft: the small model, with the same tokenizer.
         tokenizer: of both models; needed for a loaded model.
         prompts: at least 2, as `make_data` takes them; half are dev, half are test.
-        settings: of `configs.schema.DecodeConfig`, such as max_new_tokens=64 or num_test=20, in place of the
+        settings: of `configs.schema.DecodeConfig`, such as max_new_tokens=64 or num_test=20, instead of the
             experiment's. `policies` may also have a policy with parameters, such as "entropy:max_sqrt_entropy=0.4" or
             "head:PATH", a `Policy`, or an `AcceptanceHead`. With prompts: `dir`, the directory of the trace, with which
             a second call continues (a temporary one by default); and `temperature` of the sampling (1.0).
@@ -93,7 +93,7 @@ def _config(pair: PairConfig, records: Sequence[Fields], root: Path, settings: M
         decode=_decode_settings(settings, decode, heads=root / "heads" / "given"),
     )
     check_limits(config)
-    write_prompts(root / PROMPTS_FILE, records)
+    save_prompts(root / PROMPTS_FILE, records)
     return config
 
 

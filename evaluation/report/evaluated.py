@@ -25,7 +25,7 @@ from evaluation.gain import Gain, Splits, prompts_needed
 from evaluation.played import joined
 from evaluation.report.batches import in_batches
 from evaluation.report.conclusion import conclude
-from evaluation.report.frames import curve_of, frame_of, parts_of
+from evaluation.report.frames import frame_of, parts_of, threshold_curve
 from evaluation.report.replay import at_costs
 from evaluation.report.stale import contradicted
 from evaluation.report.tables import records_of, stages_of
@@ -98,19 +98,19 @@ class Evaluation:
         return frame_of(self.all_contests)
 
     def curve(self, family: str, *, dataset: str | None = None) -> pd.DataFrame:
-        """The gain of a family by threshold, as `evaluation.report.frames.curve_of` has it; `is_equal` marks the
+        """The gain of a family by threshold, as `evaluation.report.frames.threshold_curve` has it; `is_equal` marks the
         range of thresholds that dev cannot tell from its choice.
 
         Raises:
             ValueError: a family or dataset that does not compete, or a family without a threshold.
         """
-        return curve_of(self._contest_of(dataset), self._result(family, dataset))
+        return threshold_curve(self._contest_of(dataset), self._result(family, dataset))
 
     def plot(self, family: str, *, dataset: str | None = None) -> "Figure":
         """`curve` as a figure, with the 95 % interval as a band and the equal thresholds as a thick line."""
         contest = self._contest_of(dataset)
         result = self._result(family, dataset)
-        curve_of(contest, result)  # refuses a family without a threshold
+        threshold_curve(contest, result)  # refuses a family without a threshold
         from evaluation.report.plots import threshold_figure  # matplotlib takes long to import
 
         return threshold_figure(contest, [result])

@@ -49,7 +49,7 @@ def threshold_of(result: Result) -> str | None:
     return varying[0]
 
 
-def curve_of(contest: Contest, result: Result) -> pd.DataFrame:
+def threshold_curve(contest: Contest, result: Result) -> pd.DataFrame:
     """The gain over the best fixed length on test by threshold, the lowest first: a column with the name of the
     parameter, `gain`, `low` and `high` (95 % over prompts; the error of measured times, which moves all thresholds
     alike, is left out); `is_chosen`: dev's choice; `is_equal`: the thresholds around it that dev cannot tell from it.

@@ -13,7 +13,7 @@ from evaluation.competitor import CALIBRATED
 from evaluation.contest import Contest, Replays, Result, best_heads
 from evaluation.families import BASELINE, BOUNDS, family, styles_of
 from evaluation.gain import MIN_PROMPTS
-from evaluation.report.frames import curve_of, threshold_of
+from evaluation.report.frames import threshold_curve, threshold_of
 from evaluation.report.tables import deciding_families, speed_text, stages_of
 from evaluation.traces.trace import Trace
 from heads.measures.figure import GREY, Plot, draw_bins, figure_of, panels_of, plot_of
@@ -76,7 +76,7 @@ def threshold_figure(contest: Contest, results: Sequence[Result]) -> Figure:
     styles = styles_of(result.family for result in results)
     for result in results:
         colour, line = styles[result.family]
-        curve = curve_of(contest, result)
+        curve = threshold_curve(contest, result)
         values = curve[threshold_of(result)].to_numpy()
         percent = 100 * curve["gain"].to_numpy()
         if contest.num_prompts >= MIN_PROMPTS:
