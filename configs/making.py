@@ -143,17 +143,17 @@ def import_head(
 
 @runs("heads.command:push")
 def push(*, path: str, repo: str, private: bool = False, license: str | None = None) -> object:
-    """Upload an exported head and its model card to the hub.
+    """Upload an exported head and its model card to the hub, or data and a dataset card.
 
     Args:
-        path: directory of the head.
-        repo: owner/name of the repository; created if it does not exist.
+        path: directory of the head, or data.dir, of which rows, labels and manifest are uploaded.
+        repo: owner/name of the repository; created if it does not exist. For data also a folder: /path or ./path.
         private: create a new repository as private.
-        license: identifier of the head's license, such as apache-2.0; null: that of config.json, else of the draft's
-            model card.
+        license: identifier of the license, such as apache-2.0; null: that of the head's config.json, else of the
+            draft's model card (data: the target's).
 
     Raises:
-        ValueError: the hub cannot be reached, or refuses the upload.
+        ValueError: the hub cannot be reached, or refuses the upload; or a shard of the data is damaged.
     """
 
 

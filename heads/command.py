@@ -14,7 +14,8 @@ from configs.load import accepts_yaml
 from configs.paths import local_path
 from configs.schema import Config, PairConfig
 from data_gen.prompts.prompt import say_once
-from data_gen.store.manifest import describe_model
+from data_gen.store.manifest import describe_model, read_manifest
+from data_gen.store.published import publish
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
 from heads.grid import HeadSpec
@@ -222,6 +223,13 @@ def import_(
 def push(*, path: str, repo: str, private: bool = False, license: str | None = None) -> str:
     """Run `acceptance-heads push`; `configs.making` documents its flags."""
     directory = local_path(path, "--path")
+    if (directory / "manifest.json").is_file():
+        manifest = portable(read_manifest(directory, keys=("target", "draft", "sampling")))
+        path_of_target = manifest.get("recorded", {}).get("target_path")
+        stated = license or license_of({"path": path_of_target, **manifest["target"]}, may_download=True)
+        address = publish(directory, repo, manifest=manifest, license=stated, private=private)
+        print(address)
+        return address
     head = AcceptanceHead.from_pretrained(directory)
     stated = license or head.provenance.license or license_of(head.provenance.draft, may_download=True)
     head.provenance = replace(head.provenance, license=stated)

@@ -9,7 +9,7 @@ the target runs once over each response; it generates and labels nothing.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,6 +41,7 @@ class Text(NamedTuple):
     """Tokens of each draft of a feature draft."""
 
 
+@runtime_checkable
 class StateSource(Protocol):
     """Computes hidden states of a draft."""
 

@@ -117,6 +117,8 @@ class States:
         self._forget_damaged(own)
         missing = {timing: self._missing(own, timing) for timing in self.heads.state_timings}
         if any(missing.values()):
+            if share.rank == 0 and Path(self.data.dir, "features").is_dir():
+                print(f"note: nothing reads {self.data.dir}/features, which an earlier version wrote; delete it")
             name = f"{LOCK}-{share.rank}-of-{share.world_size}"
             with only_writer(root, setting="data.dir", name=name, wait_s=_WAIT_S):
                 for timing, of_timing in missing.items():

@@ -283,6 +283,17 @@ def test_a_draft_of_the_same_name_with_other_weights_is_refused(config: Config, 
         fill(replace(config, pair=other))
 
 
+def test_data_of_an_earlier_version_is_read_and_its_hidden_states_are_not(config: Config, capsys):
+    once = fill(config)
+    path = Path(config.data.dir, "manifest.json")
+    earlier = json.loads(path.read_text()) | {"features": ["drawn"], "feature_dtype": "bfloat16", "mixes": 1}
+    path.write_text(json.dumps(earlier))
+    Path(config.data.dir, "states").rename(Path(config.data.dir, "features"))
+    make(config)
+    assert fill(config) == once
+    assert f"nothing reads {config.data.dir}/features" in capsys.readouterr().out
+
+
 def test_states_of_data_that_grew_are_computed_for_the_rows_that_changed(config: Config):
     once = fill(config)
     grown = replace(config, data=replace(config.data, num_train=10))

@@ -1,0 +1,143 @@
+"""A data directory as a dataset on the hub, or in a folder: rows, labels, the manifest and a card. Hidden states follow
+from these, so they are left out.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import HfApi
+
+from configs.paths import local_path
+from data_gen.store.rows import account
+from store.hub import HUB_ERRORS
+from store.shards import atomic_directory, check_sums, shards_in
+
+_FOLDERS = ("rows", "labels")
+_SPLITS = {"train": "train", "dev": "validation", "test": "test"}
+"""Our name of a split -> its name in `datasets`."""
+_LOCAL = ("/", ".")
+_NO_LICENSE = "not stated by the target's model card; `acceptance-heads push --license` states one"
+
+
+def publish(
+    directory: Path, repo: str, *, manifest: Mapping[str, Any], license: str | None, private: bool = False
+) -> str:
+    """Check a data directory's sums and copy it to a dataset repository of the hub, or to a folder (`repo` begins with
+    / or .); returns its address.
+
+    Args:
+        directory: data.dir.
+        repo: owner/name, created if it does not exist; or a folder, which is replaced.
+        manifest: that of the directory, without paths of this machine.
+        license: identifier of its license, if known.
+        private: create a new repository as private.
+
+    Raises:
+        ValueError: a shard is damaged, there are no rows, or the hub cannot be reached or refuses the upload.
+    """
+    paths = shards_in(directory, _FOLDERS)
+    check_sums(paths)
+    card = card_of(directory, manifest, repo=repo, license=license)
+    if repo.startswith(_LOCAL):
+        target = local_path(repo, "--repo")
+        with atomic_directory(target) as folder:
+            _copy(directory, folder, card, manifest)
+        return str(target)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        _copy(directory, folder, card, manifest)
+        api = HfApi()
+        try:
+            url = str(api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
+            message = f"Upload data {directory.name}"
+            api.upload_folder(repo_id=repo, folder_path=folder, repo_type="dataset", commit_message=message)
+        except HUB_ERRORS as error:
+            cause = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"{directory} was not uploaded to {repo} ({type(error).__name__}: {cause}); check the repository's "
+                "name, the network and HF_ENDPOINT, and log in with `hf auth login` (a token that may write)"
+            ) from error
+    return url
+
+
+def _copy(directory: Path, folder: Path, card: str, manifest: Mapping[str, Any]) -> None:
+    for name in _FOLDERS:
+        shutil.copytree(directory / name, folder / name, ignore=shutil.ignore_patterns(".*"))
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def card_of(directory: Path, manifest: Mapping[str, Any], *, repo: str, license: str | None) -> str:
+    """The dataset card: license, splits for `datasets.load_dataset`, models, sampling and counts. ValueError without
+    rows.
+    """
+    counts = []
+    splits = []
+    for split, name in _SPLITS.items():
+        paths = sorted(directory.glob(f"rows/{split}-*.parquet"))
+        if paths:
+            totals, _ = account(paths)
+            left_out = totals["error"] + totals["skipped"]
+            counts.append(f"| {split} | {totals['ok']:,} | {totals['tokens']:,} | {left_out:,} |")
+            splits.append(f"  - split: {name}\n    path: rows/{split}-*.parquet")
+    if not counts:
+        raise ValueError(f"{directory} has no rows to publish; run `acceptance-heads data` first")
+    stated = [] if license is None else [f"license: {license}"]
+    settings = ("template", "max_new_tokens", "mixing_ratio", "draft_length", "seed")
+    lines = [
+        "---",
+        *stated,
+        "tags:",
+        "- speculative-decoding",
+        "- acceptance-prediction",
+        "configs:",
+        "- config_name: default",
+        "  data_files:",
+        *splits,
+        "---",
+        "",
+        f"# Acceptance of {manifest['draft']['name']} by {manifest['target']['name']}",
+        "",
+        "Responses of the target, and at each position a token of the draft with the probability that the target "
+        "accepts it. One row per response; `labels/` has the same numbers in float32 for training.",
+        "",
+        f"License: {license or _NO_LICENSE}.",
+        "",
+        "| split | responses | tokens | prompts left out |",
+        "|---|---:|---:|---:|",
+        *counts,
+        "",
+        "| model | name | revision | sha256 of the weights |",
+        "|---|---|---|---|",
+        *(_line_of(role, manifest[role]) for role in ("target", "draft")),
+        "",
+        f"Sampling: {_listed(manifest['sampling'])}. Prompts: `{json.dumps(manifest.get('prompts'))}`. "
+        f"{_listed({name: manifest.get(name) for name in settings})}.",
+        "",
+        "```python",
+        "from datasets import load_dataset",
+        "",
+        f'rows = load_dataset("{repo}", split="train")',
+        "```",
+        "",
+        "Heads are trained on a copy of this repository; the draft alone is needed:",
+        "",
+        "```bash",
+        f"hf download {repo} --repo-type dataset --local-dir data/copy",
+        "acceptance-heads train --config experiment.yaml --data.dir data/copy",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line_of(role: str, model: Mapping[str, Any]) -> str:
+    weights = str(model.get("weights") or "")[:12]
+    return f"| {role} | {model['name']} | {model.get('commit') or model.get('revision') or ''} | {weights} |"
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
