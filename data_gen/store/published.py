@@ -20,6 +20,46 @@ _FOLDERS = ("rows", "labels")
 _SPLITS = {"train": "train", "dev": "validation", "test": "test"}
 """Our name of a split -> its name in `datasets`."""
 _LOCAL = ("/", ".")
+_CARD = """---
+{license_line}tags:
+- speculative-decoding
+- acceptance-prediction
+configs:
+- config_name: default
+  data_files:
+{splits}
+---
+
+# Acceptance of {draft} by {target}
+
+Responses of the target, and at each position a token of the draft with the probability that the target accepts it. One
+row per response; `labels/` has the same numbers in float32 for training.
+
+License: {license}.
+
+| split | responses | tokens | prompts left out |
+|---|---:|---:|---:|
+{counts}
+
+| model | name | revision | sha256 of the weights |
+|---|---|---|---|
+{models}
+
+Sampling: {sampling}. Prompts: `{prompts}`. Settings: {settings}.
+
+```python
+from datasets import load_dataset
+
+rows = load_dataset("{repo}", split="train")
+```
+
+Heads are trained on a copy of this repository; of the models, training needs the draft alone:
+
+```bash
+hf download {repo} --repo-type dataset --local-dir data/copy
+acceptance-heads train --config experiment.yaml --data.dir data/copy
+```
+"""
 _NO_LICENSE = "not stated by the target's model card; `acceptance-heads push --license` states one"
 
 
@@ -86,52 +126,20 @@ def card_of(directory: Path, manifest: Mapping[str, Any], *, repo: str, license:
             splits.append(f"  - split: {name}\n    path: rows/{split}-*.parquet")
     if not counts:
         raise ValueError(f"{directory} has no rows to publish; run `acceptance-heads data` first")
-    stated = [] if license is None else [f"license: {license}"]
     settings = ("template", "max_new_tokens", "mixing_ratio", "draft_length", "seed")
-    lines = [
-        "---",
-        *stated,
-        "tags:",
-        "- speculative-decoding",
-        "- acceptance-prediction",
-        "configs:",
-        "- config_name: default",
-        "  data_files:",
-        *splits,
-        "---",
-        "",
-        f"# Acceptance of {manifest['draft']['name']} by {manifest['target']['name']}",
-        "",
-        "Responses of the target, and at each position a token of the draft with the probability that the target "
-        "accepts it. One row per response; `labels/` has the same numbers in float32 for training.",
-        "",
-        f"License: {license or _NO_LICENSE}.",
-        "",
-        "| split | responses | tokens | prompts left out |",
-        "|---|---:|---:|---:|",
-        *counts,
-        "",
-        "| model | name | revision | sha256 of the weights |",
-        "|---|---|---|---|",
-        *(_line_of(role, manifest[role]) for role in ("target", "draft")),
-        "",
-        f"Sampling: {_listed(manifest['sampling'])}. Prompts: `{json.dumps(manifest.get('prompts'))}`. "
-        f"{_listed({name: manifest.get(name) for name in settings})}.",
-        "",
-        "```python",
-        "from datasets import load_dataset",
-        "",
-        f'rows = load_dataset("{repo}", split="train")',
-        "```",
-        "",
-        "Heads are trained on a copy of this repository; the draft alone is needed:",
-        "",
-        "```bash",
-        f"hf download {repo} --repo-type dataset --local-dir data/copy",
-        "acceptance-heads train --config experiment.yaml --data.dir data/copy",
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
+    return _CARD.format(
+        license_line="" if license is None else f"license: {license}\n",
+        splits="\n".join(splits),
+        draft=manifest["draft"]["name"],
+        target=manifest["target"]["name"],
+        license=license or _NO_LICENSE,
+        counts="\n".join(counts),
+        models="\n".join(_line_of(role, manifest[role]) for role in ("target", "draft")),
+        sampling=_listed(manifest["sampling"]),
+        prompts=json.dumps(manifest.get("prompts")),
+        settings=_listed({name: manifest.get(name) for name in settings}),
+        repo=repo,
+    )
 
 
 def _line_of(role: str, model: Mapping[str, Any]) -> str:
