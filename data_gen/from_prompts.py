@@ -145,8 +145,8 @@ def _source(model: Any, path: Path, tokenizer: PreTrainedTokenizerBase | None) -
         return ModelSource(path=str(model))
     if not hasattr(model, "save_pretrained"):
         raise ValueError(f"the {path.name} is of {type(model)}; give a directory, a hub id or a model of transformers")
-    if hasattr(model, "merge_and_unload"):
-        raise ValueError(f"the {path.name} is a model with an adapter; pass its merge_and_unload() instead")
+    if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"the {path.name} is a model with an adapter; pass the merged one (peft: merge_and_unload())")
     if tokenizer is None:
         raise ValueError(f"the {path.name} is a {type(model).__name__}; give its tokenizer too: tokenizer=…")
     return source_of_loaded(model, tokenizer, path)

@@ -7,6 +7,7 @@ it. Each is made at its first use, so that a command that needs no model loads n
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -18,7 +19,7 @@ from data_gen.pipeline.stages import settled
 from data_gen.prompts.growth import FirstSplit
 from data_gen.prompts.prompt import Prompt, say_once
 from data_gen.prompts.sets import Split, is_generated, load_prompts, set_name, sources_of, split_by
-from data_gen.prompts.templates import encode
+from data_gen.prompts.templates import RefusedPromptError, encode
 from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
 from decode.policies.recommended import best_head, heads_for, read_verdict
@@ -246,10 +247,16 @@ class Experiment:
         return [ids for _, ids in self.encoded(dataset, split, num=num)]
 
     def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
-        """The prompts of `prompts` with their token ids, without empty and over-long ones; ValueError if none is."""
+        """The prompts of `prompts` with their token ids, without those that are empty, over-long or refused by the chat
+        template; ValueError if none is left.
+        """
         prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
-        encoded = ((prompt, encode(prompt, self.pair.tokenizer, self.template)) for prompt in prompts)
-        fitting = [(prompt, ids) for prompt, ids in encoded if 0 < len(ids) <= self.data.max_prompt_tokens]
+        fitting: list[tuple[Prompt, list[int]]] = []
+        for prompt in prompts:
+            with suppress(RefusedPromptError):  # errors.jsonl of the trace has it
+                ids = encode(prompt, self.pair.tokenizer, self.template)
+                if 0 < len(ids) <= self.data.max_prompt_tokens:
+                    fitting.append((prompt, ids))
         if prompts and not fitting:
             raise ValueError(
                 f"no {split} prompt of 1 to {self.data.max_prompt_tokens} tokens in {self.datasets[dataset].path}; "

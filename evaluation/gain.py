@@ -208,7 +208,11 @@ def prompts_needed(gain: Gain, num_prompts: int) -> int | None:
     return num
 
 
-def shortage(gain: Gain, num_prompts: int, *, remedy: str = "raise decode.num_test") -> str:
+MORE_PROMPTS = "raise decode.num_test, or add prompts if the set has no more"
+"""What settles a difference within noise."""
+
+
+def shortage(gain: Gain, num_prompts: int, *, remedy: str = MORE_PROMPTS) -> str:
     """Why a gain of fewer than `MIN_PROMPTS` prompts has no interval, and what would settle it."""
     subject = f"{num_prompts} test prompts are" if num_prompts > 1 else "1 test prompt is"
     reason = f"{subject} too few for an interval (at least {MIN_PROMPTS} are needed)"

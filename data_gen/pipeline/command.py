@@ -104,7 +104,8 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
             done = f"{data.dir}: {rank}made {num_made} shards (stages: {', '.join(requested)})"
             missing = [spec.name for spec in all_specs if not is_done(spec, data)]
             if num_others:
-                print(f"{done}; {num_others} other processes still run, and the last one reports")
+                others = "1 other process still runs" if num_others == 1 else f"{num_others} other processes still run"
+                print(f"{done}; {others}, and the last one reports")
             elif missing:
                 print(f"{done}; {len(missing)} shards are incomplete, the first is {missing[0]}")
             else:

@@ -37,6 +37,10 @@ _FAILURES = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
 """What running a chat template may raise."""
 
 
+class RefusedPromptError(ValueError):
+    """The chat template does not take one prompt; others may pass."""
+
+
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
     """Token ids of the conversation up to the target's next reply; `replies` answer the turns before it."""
     return encode_text(render(prompt, tokenizer, template, replies), tokenizer, template)
@@ -60,11 +64,19 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) ->
 
 
 def show_first(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Print the first prompt that is not empty as the models read it."""
+    """Print the first prompt that is not empty as the models read it; RefusedPromptError if the chat template refuses
+    every prompt.
+    """
+    refused: RefusedPromptError | None = None
     for prompt in prompts:
         if prompt.is_text and prompt.text.strip():
-            print(line_of_prompt(prompt, tokenizer, template))
-            return
+            try:
+                print(line_of_prompt(prompt, tokenizer, template))
+                return
+            except RefusedPromptError as error:
+                refused = refused or error
+    if refused is not None:
+        raise refused
 
 
 def line_of_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
@@ -108,7 +120,7 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
     except ValueError:
         tools = prompt.tools
     if not isinstance(tools, list | None):
-        raise ValueError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
+        raise RefusedPromptError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
     template = _undated(tokenizer, has_tools=tools is not None)
     failure: Exception | None = None
     text = ""
@@ -130,11 +142,11 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
     if failure is not None:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         kind = "" if type(failure) is TemplateError else f"{type(failure).__name__}: "
-        raise ValueError(
+        raise RefusedPromptError(
             f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
             f"{kind}{failure}; remove such prompts or columns, or set data.template: plain"
         ) from failure
-    raise ValueError(
+    raise RefusedPromptError(
         f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
         "list of text parts; use the template of the model's own text examples, or set data.template: plain"
     )

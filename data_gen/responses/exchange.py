@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt, row_id
-from data_gen.prompts.templates import encode_text, render
+from data_gen.prompts.templates import RefusedPromptError, encode_text, render
 from lm import Sampling
 from lm.cache import insert_rows, is_attention, make_cache
 from lm.draws import draw, seed_of, uniforms
@@ -204,7 +204,10 @@ def _request(
         return Problem(name, "skipped", "the prompt has a lone surrogate (half of a character)")
     responses = [answer.response_ids for answer in earlier if isinstance(answer, Exchange)]
     replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
-    text = render(prompt, tokenizer, data.template, replies)
+    try:
+        text = render(prompt, tokenizer, data.template, replies)
+    except RefusedPromptError as error:
+        return Problem(name, "error", str(error))
     prompt_ids = encode_text(text, tokenizer, data.template)
     if len(prompt_ids) > data.max_prompt_tokens:
         reason = f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"

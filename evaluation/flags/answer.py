@@ -11,7 +11,7 @@ from evaluation.competitor import Competitor, competitors_of, label_of, make_com
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE, family
 from evaluation.flags.engines import Drafting, Engine
-from evaluation.gain import MIN_PROMPTS, Gain, Splits, shortage
+from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Gain, Splits, shortage
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -149,7 +149,7 @@ class Answer:
         gain = self.flags.over(self.choices[NONE])
         if gain.low is None:
             return f" {shortage(gain, self.by_default.test.num_prompts)}."
-        return "" if gain.is_above_noise else " This may be noise; raise decode.num_test to settle it."
+        return "" if gain.is_above_noise else f" This may be noise: {MORE_PROMPTS}."
 
     def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
         """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in

@@ -17,7 +17,7 @@ from evaluation.clock import Report
 from evaluation.competitor import Arm, values_of
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
-from evaluation.gain import MIN_PROMPTS, Splits, prompts_needed, prompts_text
+from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Splits, prompts_needed, prompts_text
 from evaluation.played import joined
 from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
 from evaluation.report.stale import COSTS_AGAIN, by_the_clock, clocked_speed_up, contradiction
@@ -111,7 +111,7 @@ def _too_few(verdict: Verdict) -> str:
         remedy += f", and {prompts_text(needed)} would settle {_lead(verdict, group, BASELINE)}"
     count = "1 test prompt is" if num_prompts == 1 else f"{num_prompts} test prompts are"
     return (
-        f"No verdict: {count} too few; {remedy} (raise decode.num_test). Until then use {named(verdict.winner)}, the "
+        f"No verdict: {count} too few; {remedy} ({MORE_PROMPTS}). Until then use {named(verdict.winner)}, the "
         "fastest on dev."
     )
 
@@ -158,7 +158,7 @@ def _unsettled(verdict: Verdict) -> Iterator[str]:
         if needed is None:
             yield f"More prompts cannot settle {lead}: it is within the error of the times (`acceptance-heads costs`)."
         else:
-            yield f"{prompts_text(needed).capitalize()} test prompts would settle {lead} (decode.num_test)."
+            yield f"{prompts_text(needed).capitalize()} test prompts would settle {lead}: {MORE_PROMPTS}."
 
 
 def range_text(near: Range) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
@@ -50,13 +52,25 @@ def check_fits(
 
 
 def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
-    """Description of a model in memory; only the width is known of a model that was built from a config."""
+    """Description of a model in memory; only the width is known of a model that was built from a config. The commit of
+    one from the hub is known if transformers stored it (before 5.23), or if the cache has a single one.
+    """
     path = model.name_or_path
     if path and Path(path).is_dir():
         return {"path": path, **describe_model(ModelSource(path=path))}
-    known = {"path": path, "name": path, "commit": getattr(model.config, "_commit_hash", None)} if path else {}
+    known: dict[str, Any] = {}
+    if path:
+        commit = getattr(model.config, "_commit_hash", None) or _cached_commit(path)
+        known = {"path": path, "name": path, "commit": commit}
     width = model.hidden_size if isinstance(model, FeatureDraft) else model.config.get_text_config().hidden_size
     return {**known, "hidden_size": width}
+
+
+def _cached_commit(name: str) -> str | None:
+    """The commit of a hub model of which the cache has one version; None if it has several or none."""
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    commits = [path.parent.name for path in folder.glob("*/config.json")]
+    return commits[0] if len(commits) == 1 else None
 
 
 def _differ(described: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -198,5 +198,8 @@ def test_a_model_with_an_adapter_is_refused_until_it_is_merged(tmp_path):
 
         def merge_and_unload(self): ...
 
-    with pytest.raises(ValueError, match=r"the draft is a model with an adapter; pass its merge_and_unload"):
-        make_data(["one", "two", "three"], target=MODELS["target"], draft=Adapted(), dir=str(tmp_path))
+    attached = AutoModelForCausalLM.from_pretrained(MODELS["draft"])
+    attached._hf_peft_config_loaded = True  # by `load_adapter` of transformers
+    for draft in (Adapted(), attached):
+        with pytest.raises(ValueError, match=r"the draft is a model with an adapter; pass the merged one"):
+            make_data(["one", "two", "three"], target=MODELS["target"], draft=draft, dir=str(tmp_path))

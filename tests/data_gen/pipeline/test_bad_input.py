@@ -5,6 +5,7 @@ along which a model yields NaN is a problem of that row alone, in every stage; a
 import json
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,33 @@ def test_a_shard_whose_prompts_are_all_skipped_is_an_empty_shard(toy_config, tmp
         assert read_rows(shard_path(config.data.dir, "rows", "train", 0)).num_rows == 0
         assert load_file(shard_path(config.data.dir, "labels", "train", 0))["token"].shape == (0,)
         assert hidden_states_of(config, "train", "fed")[0].shape == (0, 8)
+
+
+TEMPLATE = "{% if '!' in messages[0]['content'] %}{{ raise_exception('no shouting') }}{% endif %}"
+
+
+@pytest.mark.parametrize(("refuses", "num_rows"), [("'!'", 2), ("''", 0)])
+def test_a_prompt_that_the_chat_template_refuses_is_an_error_of_its_row(refuses, num_rows, toy_config, tmp_path):
+    template = TEMPLATE.replace("'!'", refuses) + "{{ messages[0]['content'] }}"
+    pair = toy_config.pair
+    for role in ("target", "draft"):
+        folder = Path(shutil.copytree(getattr(pair, role).path, tmp_path / role))
+        (folder / "chat_template.jinja").write_text(template)
+        pair = replace(pair, **{role: replace(getattr(pair, role), path=str(folder))})
+    records = [{"id": name, "prompt": text} for name, text in {"a": "!", "b": "fine", "c": "so", "d": "y!"}.items()]
+    changes = {"num_train": 4, "num_dev": 0, "num_test": 0, "template": "chat", "max_error_share": 1.0}
+    config = with_prompts(replace(toy_config, pair=pair), tmp_path / "some.jsonl", records, **changes)
+    if not num_rows:
+        with pytest.raises(
+            ValueError, match=r"prompt \w: the chat template of .* refuses .*: no shouting; remove such"
+        ):
+            make(config)
+        return
+    make(config)
+    assert sorted(row["id"] for row in rows_of(config)) == ["b", "c"]
+    problems = {problem["id"]: (problem["outcome"], problem["reason"]) for problem in errors_of(config)}
+    assert sorted(problems) == ["a", "d"]
+    assert all(outcome == "error" and "no shouting" in reason for outcome, reason in problems.values())
 
 
 def test_a_model_that_yields_nan_is_refused(toy_config, tmp_path):

@@ -276,7 +276,8 @@ def test_too_few_test_prompts_have_no_verdict_but_a_default_and_the_number_that_
     contest = contest_at({BASELINE: 100, PRODUCT: 99, "head_drawn": 103}, num_prompts=8)
     record = record_of(conclude(contest), experiment)
     needed = r"a verdict needs at least 10, and about \d+ would settle the \+3\.0 % of"
-    remedy = r"\(raise decode.num_test\). Until then use fixed length 7, the fastest on dev."
+    remedy = r"\(raise decode.num_test, or add prompts if the set has no more\). Until then use fixed length 7, the "
+    remedy += "fastest on dev."
     pattern = f"No verdict: 8 test prompts are too few; {needed} {NAMES['head']} over fixed length 7 {remedy}"
     assert re.fullmatch(pattern, record["sentence"])
     assert (record["policy"], record["is_decided"], record["gain"]["low"]) == (FIXED, False, None)
@@ -294,7 +295,9 @@ def test_splits_that_disagree_and_the_number_of_prompts_that_would_settle_a_lead
     verdict = conclude(contest_at({BASELINE: 100, PRODUCT: 120, "head_drawn": 122}))
     (note,) = notes_of(verdict)
     settles = f"would settle the {GAIN} of {NAMES['head']} over {NAMES['product']}"
-    assert re.fullmatch(rf"About \d+ test prompts {settles} \(decode.num_test\).", note)
+    assert re.fullmatch(
+        rf"About \d+ test prompts {settles}: raise decode.num_test, or add prompts if the set has no more\.", note
+    )
     wide = verdict.gain(HEADS, TRAINING_FREE)._replace(times_error=0.1)
     within = conclude(replace(verdict.contest, _gains={("head_drawn", PRODUCT): wide}))
     (note,) = notes_of(within)

@@ -188,3 +188,16 @@ def test_shipped_heads_have_the_card_of_their_config_and_a_license(path: Path):
     assert head.provenance.license == "cc-by-nc-4.0"
     is_feature_draft = "smollm2" in str(path)
     assert bool(code_of(str(head.generate_model_card()))[1:]) != is_feature_draft
+
+
+def test_a_card_explains_only_what_it_has():
+    metrics = {"calibrated_kl": 0.2, "auroc": 0.9}
+    facts = {"sampling": SAMPLED, **TINY}
+    card = str(AcceptanceHead(96, 0, "drawn", provenance=Provenance(metrics=metrics, **facts)).generate_model_card())
+    assert "- sampling: temperature 0.7, top_p 0.9\n" in card
+    for absent in ("None", "intervals", "signal_kl", "lead", "train_raw_kl"):
+        assert absent not in card
+    full = {**metrics, "kl_interval": [0.1, 0.3], "signal_kl": 0.3, "lead": 0.33, "train_raw_kl": 0.4}
+    card = str(AcceptanceHead(96, 0, "drawn", provenance=Provenance(metrics=full, **facts)).generate_model_card())
+    for present in ("95 % intervals", "`signal_kl` is", "`lead`: how", "`train_raw_kl`: on"):
+        assert present in card

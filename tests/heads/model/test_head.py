@@ -273,6 +273,22 @@ def test_a_head_of_another_model_or_sampling_is_refused_with_both_named_and_what
     check_fits(head(**{role: ON_HUB}, sampling=WARM), "h", **{role: ON_HUB}, sampling=WARM)
 
 
+@pytest.mark.parametrize(("commits", "known"), [("", None), ("a", "a"), ("ab", None)])
+def test_a_hub_model_in_memory_is_known_by_the_only_commit_in_the_cache(commits, known, tmp_path, monkeypatch):
+    """transformers 5.23 stores no commit in a model, and of several in the cache any may be the one that was loaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    for commit in commits:
+        config.save_pretrained(tmp_path / "models--org--name" / "snapshots" / commit)
+    made = LlamaForCausalLM(config)
+    made.name_or_path = "org/name"
+    expected = {"path": "org/name", "name": "org/name", "commit": known, "hidden_size": 4}
+    assert description_of(made) == expected
+    if known:
+        with pytest.raises(ValueError, match=r"was trained with org/name \(commit another\)"):
+            check_fits(head(draft=expected | {"commit": "another"}), "h", draft=description_of(made))
+
+
 def test_a_model_in_memory_is_known_by_the_directory_that_it_came_from(tmp_path):
     config = LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     made = LlamaForCausalLM(config)
