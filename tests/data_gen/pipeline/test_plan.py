@@ -131,6 +131,21 @@ def test_a_plan_says_what_bf16_saves_of_a_large_step_unless_the_run_has_it(tmp_p
         ) == is_shown
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_shown"),
+    [
+        ({"rows_per_shard": 8, "batch_size": 8}, True),
+        ({"rows_per_shard": 8, "batch_size": 2}, False),
+        ({"rows_per_shard": 12, "batch_size": 12}, False),  # all of one split
+        ({"rows_per_shard": 8, "batch_size": 8, "source": "server"}, False),
+    ],
+)
+def test_a_plan_notes_that_large_batches_drain_at_the_end_of_small_shards(settings, is_shown, toy_config, capsys):
+    plan(with_data(toy_config, num_train=12, num_dev=0, num_test=0, split_weights=(1, 0, 0), **settings), sample=0)
+    note = "note: a batch drains at the end of each shard, so 8 sequences (data.batch_size) with 8 rows per shard"
+    assert (note in capsys.readouterr().out) == is_shown
+
+
 def test_slices_add_up_on_each_gpu(tmp_path: Path):
     config = with_data(shipped("llama2-7b-70b", tmp_path), batch_size=256)
     sliced = replace(config.pair.target, device_map=None, tp_plan="auto")
