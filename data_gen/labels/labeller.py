@@ -4,7 +4,7 @@ A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n stat
 p_n), and so all labels in one pass per model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,30 +64,21 @@ class Labeller:
             refuse_training(model)
         layout = layout_of(exchanges)
 
-        def labelled(rows: Sequence[int]) -> dict[str, Tensor]:
-            known = {name: value[layout.positions(rows)] for name, value in inputs.items()}
-            part = self._label_batch([exchanges[row] for row in rows], known)
-            progress(len(rows))
-            return part
-
         costs = [len(exchange.prompt_ids) + len(exchange.response_ids) for exchange in exchanges]
-        columns, broken = self._in_batches(costs, layout, labelled), dict[int, str]()
+        columns: dict[str, Tensor] = {}
+        for rows in forwards.alike(costs, self.batch_size) or [[]]:  # an empty shard has one batch
+            positions = layout.positions(rows)
+            known = {name: value[positions] for name, value in inputs.items()}
+            for name, values in self._label_batch([exchanges[row] for row in rows], known).items():
+                column = columns.setdefault(name, values.new_empty(layout.num_tokens))
+                column[positions] = values
+            progress(len(rows))
+        broken: dict[int, str] = {}
         for name in self._models:
             first_of = layout.rows_with(columns.pop(f"{name} {_BROKEN}"))
             reason = f"the {name} {_BROKEN} at token {{}} of the response; {REMEDY}"
             broken = {row: reason.format(token) for row, token in first_of.items()} | broken
         return Labelled(columns, broken)
-
-    def _in_batches(
-        self, costs: Sequence[int], layout: Layout, run: Callable[[Sequence[int]], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """The columns of all rows, from those that `run` returns of each batch; an empty shard has one batch."""
-        columns: dict[str, Tensor] = {}
-        for rows in forwards.alike(costs, self.batch_size) or [[]]:
-            for name, values in run(rows).items():
-                column = columns.setdefault(name, values.new_empty(layout.num_tokens, *values.shape[1:]))
-                column[layout.positions(rows)] = values
-        return columns
 
     @property
     def _models(self) -> dict[str, PreTrainedModel]:

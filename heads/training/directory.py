@@ -35,7 +35,7 @@ from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
 _FREE_TO_CHANGE = {
-    *("heads.dir", "heads.checkpoint_every_n_steps"),
+    *("heads.dir", "heads.checkpoint_every_n_steps", "heads.states"),
     *("trainer.logger", "trainer.callbacks", "trainer.default_root_dir", "trainer.log_every_n_steps"),
     *("trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary"),
     *("trainer.profiler", "trainer.barebones", "trainer.devices", "trainer.num_nodes"),
