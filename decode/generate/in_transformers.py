@@ -129,40 +129,42 @@ def speculative_generate(
 
     Args, beside those that `generate` passes:
         draft_model: a model with the target's ids or its path (loaded at every call), or a feature draft of the target.
-        policy: when to stop drafting, as an object or as for `--policy` ("fixed_length:k=4"); None: transformers'
-            settings of assisted generation if they are set, else its heuristic.
+        policy: as an object or as for `--policy`; None: transformers' assisted generation as set, else its heuristic.
         allow_foreign_heads: accept a head that was trained with other models or another sampling.
         vocab_size: size of the tokenizer, if the target's logits are padded beyond the ids that the draft takes.
         generator: source of randomness; None: torch's global one, as `generate` uses.
         streamer: gets the prompt and each round; pass it by `functools.partial`.
-        model_kwargs: other keywords that `generate` prepared or got.
     """
-    draft_model = _loaded(draft_model, model)
-    if generation_config is None or not isinstance(draft_model, Drafting):
-        raise ValueError(f"speculative_generate needs a draft model, not {draft_model!r:.80}, and generate: {_CALL}")
-    config = generation_config
-    for reason in _refusals(model, input_ids, config, logits_processor or [], model_kwargs):
-        raise ValueError(f"speculative_generate does not support {reason}")
+    draft = _loaded(draft_model, model)
+    if (config := generation_config) is None:
+        raise ValueError(f"speculative_generate is not called alone; call {_CALL}")
+    _check(_refusals(model, input_ids, config, logits_processor or [], model_kwargs))
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
-        _check_heads(policy, draft_model, model, config)
-    target = target_of(model, draft_model, vocab_size=vocab_size)
-    drafter = ModelDrafter(draft_of(draft_model, target, with_hidden=bool(policy.heads)), policy)
+        _check_heads(policy, draft, model, config)
+    target = target_of(model, draft, vocab_size=vocab_size)
+    drafter = ModelDrafter(draft_of(draft, target, with_hidden=bool(policy.heads)), policy)
     sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     with closing(_rounds(decoder, input_ids, stopping_criteria or [], config, generator)) as rounds:
         generation = Generation.of(rounds if streamer is None else _streamed(rounds, input_ids, streamer))
+    return _output(input_ids, generation, has_rounds=bool(config.return_dict_in_generate))
+
+
+def _output(input_ids: Tensor, generation: Generation, *, has_rounds: bool) -> Any:
     new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
-    sequences: Any = torch.cat([input_ids, new_ids], dim=-1)
-    return SpeculativeOutput(sequences, generation=generation) if config.return_dict_in_generate else sequences
+    sequences: Any = torch.cat([input_ids, new_ids], dim=-1)  # transformers' annotations ask for a LongTensor
+    return SpeculativeOutput(sequences, generation=generation) if has_rounds else sequences
 
 
-def _loaded(draft: Any, target: PreTrainedModel) -> Any:
-    """The draft; one at a path is loaded in the target's dtype and onto its device."""
-    if not isinstance(draft, str | PathLike):
-        return draft
-    dtype: Any = str(target.dtype).removeprefix("torch.")
-    return load_model(ModelSource(path=str(draft), dtype=dtype), device=target.device)
+def _loaded(draft: object, target: PreTrainedModel) -> Drafting:
+    """The draft; one at a path is loaded in the target's dtype and onto its device. ValueError for what is no model."""
+    if isinstance(draft, str | PathLike):
+        dtype: Any = str(target.dtype).removeprefix("torch.")
+        return load_model(ModelSource(path=str(draft), dtype=dtype), device=target.device)
+    if not isinstance(draft, Drafting):
+        raise ValueError(f"speculative_generate needs a draft model, not {draft!r:.80}; call {_CALL}")
+    return draft
 
 
 def _policy_of(policy: Policy | str | None, config: GenerationConfig) -> Policy:
@@ -235,6 +237,12 @@ def _rounds(
                     yield round_.truncated(index + 1)
                     return
             yield round_
+
+
+def _check(refusals: Iterator[str]) -> None:
+    """Raise ValueError with the first reason, if there is one; those after it are not looked for."""
+    for reason in refusals:
+        raise ValueError(f"speculative_generate does not support {reason}")
 
 
 def _refusals(
