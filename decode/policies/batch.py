@@ -15,7 +15,7 @@ draft, never whether a drawn token is verified: law 4.3 holds.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Curve:
         """first_s for one, and each_s for every further one."""
         return cls((1.0, 2.0), (first_s, first_s + each_s))
 
-    def __call__(self, number: Number) -> Any:
+    def __call__(self, number: Number) -> Number:
         number = np.asarray(number, dtype=np.float64)
         within = np.interp(number, self.numbers, self.seconds)
         if len(self.numbers) == 1:
@@ -69,7 +69,7 @@ class BatchCosts(NamedTuple):
     draft: Curve
     target: Curve
 
-    def round_s(self, steps: Any, num_tokens: Number) -> Any:
+    def round_s(self, steps: Number, num_tokens: Number) -> Number:
         """Seconds of a round with these numbers of sequences in its draft steps, and so many tokens verified."""
         return self.draft(steps).sum() + self.target(num_tokens)
 
@@ -134,7 +134,7 @@ class BatchAuto(ScoringPolicy):
         """worth_r; `signals` are those of the next step before its draw, and None unless the rule `looks_ahead`."""
         return state[1] if signals is None else state[0] * self.score(state[2], signals)
 
-    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:
+    def step_cost_s(self, numbers: Number, num_tokens: int) -> Number:
         """Seconds of one more draft step for `numbers` sequences if `num_tokens` are verified without it."""
         verifying_s = self.costs.target(num_tokens + numbers) - self.costs.target(num_tokens)
         return verifying_s if self.block_size else verifying_s + self.costs.draft(numbers)
@@ -152,10 +152,10 @@ class Controller:
 
     throughput: float
     """lambda, in tokens per second of the whole batch."""
-    step_cost_s: Callable[[Any, int], Any]
+    step_cost_s: Callable[[Number, int], Number]
     """Seconds of one more draft step for so many sequences, if so many tokens are verified without it."""
 
-    def continuing(self, expected_tokens: Any, num_tokens: int) -> Any:
+    def continuing(self, expected_tokens: Number, num_tokens: int) -> Number:
         """The sequences that together gain most from one more step, bool [sequence]; none if every set loses.
 
         Args:
@@ -192,7 +192,7 @@ class BatchController(Controller):
     def throughput(self) -> float:  # type: ignore[override]
         return self.tokens / self.seconds
 
-    def end(self, steps: Any, num_tokens: int, num_emitted: int) -> None:
+    def end(self, steps: Sequence[int], num_tokens: int, num_emitted: int) -> None:
         """Learn lambda from a finished round."""
         if self.rule.throughput is None:
             self.tokens += num_emitted

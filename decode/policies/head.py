@@ -83,21 +83,21 @@ class HeadPolicy(ScoringPolicy):
     def start(self) -> State:
         return 1.0, self.initial_calibration
 
-    def begin(self, state: Any) -> State:
+    def begin(self, state: State) -> State:
         return 1.0, *state[1:]
 
-    def stop_before(self, state: Any, signals: BeforeDraw) -> Number:
+    def stop_before(self, state: State, signals: BeforeDraw) -> Number:
         if not self.stops_before:
             return False
         survival = state[0] * self.score(state[1], signals)
         # at least one token: only rules that know costs skip a draft
         return (1.0 - survival > self.max_rejection_prob) & (signals.position > 0)
 
-    def after(self, state: Any, drawn: AfterDraw) -> tuple[State, Number]:
+    def after(self, state: State, drawn: AfterDraw) -> tuple[State, Number]:
         survival = state[0] * self.score(state[1], drawn)
         return (survival, state[1]), False if self.stops_before else 1.0 - survival > self.max_rejection_prob
 
-    def end(self, state: Any, outcome: Outcome) -> State:
+    def end(self, state: State, outcome: Outcome) -> State:
         return 1.0, learned_from(state[1], outcome.feedback)
 
 

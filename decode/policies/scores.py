@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from decode.policies.base import JOINT, AfterDraw, Head, Number, Policy, State, timing_of
+from decode.policies.base import JOINT, AfterDraw, BeforeDraw, Head, Number, Policy, State, timing_of
 from decode.policies.learning import FIRST, NOTHING, clip, logit_of, score_of, sigmoid, token_feedback
 
 TOKEN_LOGIT = "logit_token_prob"
@@ -100,7 +100,7 @@ class ScoringPolicy(Policy):
     def zero_feedback(self) -> State:
         return NOTHING if self.is_learning else ()
 
-    def score(self, learned: Any, signals: Any) -> Number:
+    def score(self, learned: Any, signals: BeforeDraw | AfterDraw) -> Number:
         """The newest acceptance probability that the head predicts. A drawn-time head predicts it of the drawn token, a
         prefix head of that token or, before the draw, of the next one, and a fed-time head of the token before.
 
@@ -117,10 +117,10 @@ class ScoringPolicy(Policy):
         shift, temperature = self._calibration if calibrated else (0.0, 1.0)
         return sigmoid((logit + shift) / temperature)
 
-    def feedback(self, state: Any, drawn: AfterDraw, acceptance_prob: Number) -> State:
+    def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return token_feedback(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()
 
-    def _inputs(self, signals: Any) -> tuple[Number, Number]:
+    def _inputs(self, signals: BeforeDraw | AfterDraw) -> tuple[Number, Number]:
         """Inputs of the regression for the token: the head's calibrated logit, and that of `_own_signal`."""
         shift, temperature = self._calibration
         return clip((getattr(signals, self._logit) + shift) / temperature), logit_of(getattr(signals, self._own_signal))
