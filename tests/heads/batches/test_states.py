@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, save
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaForCausalLM, LlamaModel
 
+from configs.load import yaml_of
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.labels.states import DraftStates, Text
 from data_gen.pipeline.command import make
@@ -31,7 +34,7 @@ from store.shards import read_sidecar, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip
 from tests.data_gen.processes import at_once
 from tests.toys.devices import FakeDevices, device_of, put
-from tests.toys.made_up import ROOT
+from tests.toys.made_up import ROOT, environment
 from tests.toys.saved_pair import save_toy
 from tests.toys.small_pair import llama
 
@@ -195,6 +198,19 @@ def test_two_processes_fill_the_cache_of_one_and_each_computes_its_share(config:
         with_share(config, Share(1, 2))()
     num_own = len(list(Path(config.data.dir, "states", "drawn").glob("*.safetensors")))
     assert num_own == 2, "shards 1 and 3 of four"
+
+
+@pytest.mark.slow
+def test_processes_of_one_training_share_the_shards(config: Config, tmp_path: Path):
+    """Lightning starts the second one."""
+    once = fill(config)
+    shutil.rmtree(Path(config.data.dir, "states"))
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml_of(config))
+    command = [sys.executable, ROOT / "train.py", "--config", path, "--trainer.devices", "2"]
+    subprocess.run(list(map(str, command)), cwd=tmp_path, env=environment(), check=True, timeout=300)
+    assert files_of(Path(config.data.dir, "states")) == once
+    assert Path(config.heads.dir, "val_metrics.json").is_file()
 
 
 def fill_and_die(config: Config, write: int) -> None:
