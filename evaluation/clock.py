@@ -17,8 +17,8 @@ their last bits may differ, and a threshold may fall between: such a prompt is l
     common                median difference of all families: the machine's speed now against that when it was timed
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,11 +30,11 @@ from decode.policies import FixedLength
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result, replay_arms, result_of
 from evaluation.costs.measure import Loop
-from evaluation.families import ALONE, BASELINE, REPLAYED, family
-from evaluation.gain import MIN_PROMPTS, Splits, gain_over
+from evaluation.families import ALONE, REPLAYED, family
+from evaluation.gain import MIN_PROMPTS, Splits
 from evaluation.played import Played
 from evaluation.sources.clock import Clocked, clock_generation, clock_in_turns, latency_of, played_of
-from evaluation.table import Table, shown
+from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 from evaluation.traces.sampler import PlayedSampler
 from evaluation.traces.trace import Trace
@@ -51,14 +51,84 @@ _COLUMNS |= {f"of it {words}": (part, "+.1%") for part, words in _PARTS.items()}
 _COLUMNS |= {f"{kind} gain": (f"{kind}_gain", "") for kind in ("predicted", "clocked")}
 _COLUMNS |= {f"request p{percent} s": (f"request_p{percent}_s", ".3g") for percent in (50, 95)}
 _COLUMNS |= {f"first token p{percent} s": (f"first_token_p{percent}_s", ".2g") for percent in (50, 95)}
-Row = Mapping[str, Any]
-"""A family and its setting, predicted and clocked tokens per second, their difference and its parts, the predicted and
-the clocked gain over the best fixed length, percentiles of clocked requests, tokens and clocked seconds by prompt, and
-clocked over predicted seconds of drafts and of verifications.
-"""
-Report = Mapping[str, Any]
-"""Of one dataset: `dataset`, `about`, `verdict`, `common` and `rows`."""
 _COUNTED = ("num_emitted", "num_drafted", "num_target", "num_accepted")
+
+
+@dataclass(frozen=True)
+class ClockReport:
+    """What was predicted and what the clock says of the same families on the same prompts of one dataset."""
+
+    predicted: Contest
+    clocked: Contest
+    about: str = ""
+    """What was clocked, in a few words."""
+
+    @property
+    def dataset(self) -> str:
+        return self.clocked.dataset
+
+    def difference(self, name: str) -> float:
+        """Clocked over predicted tokens per second of a family, less 1."""
+        return self.clocked.results[name].tokens_per_s / self.predicted.results[name].tokens_per_s - 1
+
+    @cached_property
+    def common(self) -> float:
+        """The median difference of all families."""
+        return float(np.median([self.difference(name) for name in self.clocked.results]))
+
+    @cached_property
+    def parts(self) -> dict[str, dict[str, float | None]]:
+        """Family -> clocked less predicted seconds of each part, over all predicted seconds, and clocked over predicted
+        seconds of drafts (None without any) and of verifications.
+        """
+        return {name: _parts(_played(result), self.predicted.times) for name, result in self.clocked.results.items()}
+
+    @property
+    def verdict(self) -> str:
+        """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in."""
+        listed = []
+        for name in self.clocked.results:
+            difference = self.difference(name)
+            if abs(difference) > TOLERANCE:
+                sizes = {words: abs(self.parts[name][part] or 0.0) for part, words in _PARTS.items()}
+                most = max(sizes, key=sizes.__getitem__)
+                listed.append(f"{family(name).label} {difference:+.1%}, most of it {most}")
+        if not listed:
+            return f"every family is within {TOLERANCE:.0%} of its prediction"
+        differing = ", ".join(listed)
+        return (
+            f"beyond {TOLERANCE:.0%} of the prediction: {differing}; {self.common:+.1%} is the median of all families"
+        )
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each family, for tables and JSON."""
+        return [
+            {
+                "family": name,
+                "setting": result.label,
+                "predicted_tokens_per_s": self.predicted.results[name].tokens_per_s,
+                "clocked_tokens_per_s": result.tokens_per_s,
+                "difference": self.difference(name),
+                **self.parts[name],
+                "predicted_gain": self.predicted.gain(name),
+                "clocked_gain": self.clocked.gain(name),
+                **latency_of(_played(result)),
+                "tokens": result.throughput.tokens.tolist(),
+                "seconds": result.throughput.seconds.tolist(),
+            }
+            for name, result in self.clocked.results.items()
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
+        return facts | {"rows": [flat(row) for row in self.rows]}
+
+
+def _played(result: Result) -> Played:
+    assert result.played is not None
+    return result.played
 
 
 class PrimedModel(CachedModel):
@@ -108,33 +178,17 @@ class PrimedLoop(Loop):
         return PairModels(self.pair, model_class=PrimedModel)
 
 
-def verdict_of(rows: Sequence[Row], common: float) -> str:
-    """The families that differ by more than `TOLERANCE`, and the part of a round that they differ in; `common`: the
-    median difference.
-    """
-    listed = []
-    for row in rows:
-        if abs(row["difference"]) > TOLERANCE:
-            parts = {words: abs(row[part]) for part, words in _PARTS.items()}
-            most = max(parts, key=parts.__getitem__)
-            listed.append(f"{family(row['family']).label} {row['difference']:+.1%}, most of it {most}")
-    if not listed:
-        return f"every family is within {TOLERANCE:.0%} of its prediction"
-    return f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {common:+.1%} is the median of all families"
-
-
-def clock_table(report: Report) -> Table:
+def clock_table(report: ClockReport) -> Table:
     """A row for each family."""
     rows = [
-        row | {name: row[name].text for name in _GAINS} | {"policy": family(row["family"]).label}
-        for row in report["rows"]
+        row | {name: row[name].text for name in _GAINS} | {"policy": family(row["family"]).label} for row in report.rows
     ]
     note = (
-        f"{report['verdict']}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts "
+        f"{report.verdict}; gains over the best fixed length, with 95 % paired bootstrap intervals over prompts "
         f"(from {MIN_PROMPTS} on); 50th and 95th percentiles of a request's seconds and of those to its first token, "
         "without reading the prompt"
     )
-    return Table(f"{report['dataset']} on a clock: {report['about']}", shown(rows, _COLUMNS), note, names=2)
+    return Table(f"{report.dataset} on a clock: {report.about}", shown(rows, _COLUMNS), note, names=2)
 
 
 def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) -> None:
@@ -147,7 +201,9 @@ def check_clock(num_prompts: int, repeats: int, *, as_recorded: bool = False) ->
         raise ValueError(f"repeats is {repeats}; every generation is timed at least once")
 
 
-def clock_dataset(experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int) -> Report:
+def clock_dataset(
+    experiment: Experiment, contest: Contest, test: Trace, *, num_prompts: int, repeats: int
+) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop = PrimedLoop.of(experiment, ends_at_eos=True)
     rows = rows_of(test, num_prompts)
@@ -218,8 +274,7 @@ def _arm_of(loop: PrimedLoop, runner: Result, trace: Trace) -> Callable[[int], C
 
 def played_on(result: Result, rows: Sequence[int]) -> Played:
     """What a result did on some test rows."""
-    assert result.played is not None
-    return result.played.select([0], rows)
+    return _played(result).select([0], rows)
 
 
 def _agrees(run: Clocked, replayed: Played, row: int) -> bool:
@@ -234,33 +289,17 @@ def _agrees(run: Clocked, replayed: Played, row: int) -> bool:
 
 def report_of(
     on_clock: Sequence[Played], runners: Sequence[Result], times: Times, *, dataset: str, about: str = ""
-) -> Report:
+) -> ClockReport:
     """Every runner, the best fixed length among them, predicted and clocked on the same rows; rows of one prompt, such
     as the turns of a conversation, count together. `on_clock`: what each runner did, with its seconds (`clock`).
     """
-    predicted = {runner.family: times.throughput(of).at(0) for runner, of in zip(runners, on_clock, strict=True)}
-    clocked = {runner.family: of.throughput.at(0) for runner, of in zip(runners, on_clock, strict=True)}
-    results = []
+    predicted, clocked = {}, {}
     for runner, played in zip(runners, on_clock, strict=True):
-        name = runner.family
-        results.append(
-            {
-                "family": name,
-                "setting": runner.label,
-                "predicted_tokens_per_s": predicted[name].tokens_per_s,
-                "clocked_tokens_per_s": clocked[name].tokens_per_s,
-                "difference": clocked[name].tokens_per_s / predicted[name].tokens_per_s - 1,
-                **_parts(played, times),
-                "predicted_gain": gain_over(predicted[BASELINE], predicted[name]),
-                "clocked_gain": gain_over(clocked[BASELINE], clocked[name]),
-                **latency_of(played),
-                "tokens": clocked[name].tokens.tolist(),
-                "seconds": clocked[name].seconds.tolist(),
-            }
-        )
-    common = float(np.median([row["difference"] for row in results]))
-    facts = {"dataset": dataset, "about": about, "verdict": verdict_of(results, common)}
-    return facts | {"common": common, "rows": results}
+        # the error of the times is left out on both sides: the clock shows it
+        same = replace(runner, played=played, arm=None, times=None)
+        predicted[runner.family] = replace(same, throughput=times.throughput(played).at(0))
+        clocked[runner.family] = replace(same, throughput=played.throughput.at(0))
+    return ClockReport(Contest(dataset, times, predicted), Contest(dataset, times, clocked), about)
 
 
 def about_clock(played: Played, num_left_out: int, *, num_repeats: int) -> str:

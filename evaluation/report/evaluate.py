@@ -21,7 +21,7 @@ from evaluation.report.page import folder_of, write_csv, write_report, write_tab
 from evaluation.report.tables import brief_table, result_table, stage_table
 from evaluation.report.transfer import transfer_table
 from evaluation.report.verdict import publish_verdict, sentence_at, tell
-from evaluation.table import announce, flat, printing, say
+from evaluation.table import announce, printing, say
 from store.shards import write_atomic
 
 
@@ -150,4 +150,4 @@ def _document(evaluation: Evaluation, written: Sequence[str]) -> dict[str, Any]:
 
 
 def _clocks_in_json(evaluation: Evaluation) -> list[dict[str, Any]]:
-    return [{**report, "rows": [flat(row) for row in report["rows"]]} for report in evaluation.clocks]
+    return [report.as_dict() for report in evaluation.clocks]

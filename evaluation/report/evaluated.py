@@ -16,7 +16,7 @@ import pandas as pd
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
-from evaluation.clock import Report, clock_dataset
+from evaluation.clock import ClockReport, clock_dataset
 from evaluation.competitor import Arm, Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
@@ -61,7 +61,7 @@ class Evaluation:
     batches: Sequence[Record] = ()
     """The rows of batches.csv."""
     batch_tables: Sequence[Table] = ()
-    clocks: Sequence[Report] = ()
+    clocks: Sequence[ClockReport] = ()
     """What a clock measured, by dataset."""
 
     @property
@@ -254,7 +254,7 @@ def clocked(evaluation: Evaluation, *, num_prompts: int, repeats: int) -> Evalua
     verdict = evaluation.verdict
     report = next(filter(contradicted, clocks), None)
     if report is not None:
-        verdict = record_by_the_clock(evaluation.contests[report["dataset"]][0], report, experiment)
+        verdict = record_by_the_clock(evaluation.contests[report.dataset][0], report, experiment)
     return replace(evaluation, clocks=clocks, verdict=verdict)
 
 

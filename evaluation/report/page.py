@@ -113,7 +113,7 @@ def write_report(evaluation: Evaluation, directory: Path) -> None:
     for path in outdated:
         path.unlink()
     clocks = [
-        clock_table(report)._replace(title=f"{report['dataset']}: {report['about']}", note=report["verdict"])
+        clock_table(report)._replace(title=f"{report.dataset}: {report.about}", note=report.verdict)
         for report in evaluation.clocks
     ]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

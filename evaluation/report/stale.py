@@ -10,49 +10,44 @@ changes no gain, so each part of a round is compared with another one:
     a stop         pace of the drafts of its policy                against that of the best fixed length's drafts
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
-
-from evaluation.clock import TOLERANCE, Report, Row
+from evaluation.clock import TOLERANCE, ClockReport
 from evaluation.contest import Contest
 from evaluation.families import ALONE, BASELINE, family
-from evaluation.gain import Throughput
 from evaluation.times import MEASURED
 
 COSTS_AGAIN = "acceptance-heads costs --again"
 
 
-def contradicted(report: Report) -> list[Row]:
-    """The rows whose predicted gain over the best fixed length the clock contradicts."""
-    rows = []
-    for row in report["rows"]:
-        clocked, predicted = row["clocked_gain"], row["predicted_gain"].value
+def contradicted(report: ClockReport) -> list[str]:
+    """The families whose predicted gain over the best fixed length the clock contradicts."""
+    names = []
+    for name in report.clocked.results:
+        clocked = report.clocked.gain(name)
+        predicted = report.predicted.gain(name).value
         if clocked.low is None or clocked.high is None:
             continue
         is_excluded = not clocked.low <= predicted <= clocked.high
         if is_excluded and abs(clocked.value - predicted) > TOLERANCE:
-            rows.append(row)
-    return rows
+            names.append(name)
+    return names
 
 
-def stale_times(report: Report) -> list[str]:
+def stale_times(report: ClockReport) -> list[str]:
     """Names of the times that explain what the clock contradicts; none if it contradicts nothing."""
-    of_family: dict[str, Row] = {row["family"]: row for row in report["rows"]}
-    rows = contradicted(report)
-    if not rows:
+    names = contradicted(report)
+    if not names:
         return []
-    fixed = of_family[BASELINE]
-    alone = of_family.get(ALONE, fixed)
+    fixed = report.parts[BASELINE]
+    alone = report.parts.get(ALONE, fixed)
     stale = []
     if _differs(fixed["draft_pace"], alone["verify_pace"]):
         stale.append("the draft step")
     if _differs(fixed["verify_pace"], alone["verify_pace"]):
         stale.append("the verification of drafted tokens")
     stale += [
-        f"the stop of {family(row['family']).label}" for row in rows if _differs(row["draft_pace"], fixed["draft_pace"])
+        f"the stop of {family(name).label}"
+        for name in names
+        if _differs(report.parts[name]["draft_pace"], fixed["draft_pace"])
     ]
     return stale
 
@@ -62,15 +57,15 @@ def _differs(pace: float | None, other: float | None) -> bool:
     return pace is not None and other is not None and abs(pace / other - 1) > TOLERANCE
 
 
-def contradiction(report: Report, contest: Contest) -> str:
+def contradiction(report: ClockReport, contest: Contest) -> str:
     """What the clock contradicts, the stale times, and the command that measures them again; empty if nothing."""
-    rows = contradicted(report)
-    if not rows:
+    names = contradicted(report)
+    if not names:
         return ""
     gains = "; ".join(
-        f"{family(row['family']).label} {100 * row['predicted_gain'].value:+.1f} % predicted, "
-        f"{row['clocked_gain'].words} clocked"
-        for row in rows
+        f"{family(name).label} {100 * report.predicted.gain(name).value:+.1f} % predicted, "
+        f"{report.clocked.gain(name).words} clocked"
+        for name in names
     )
     stale = stale_times(report)
     times = f"Stale times: {', '.join(stale)}." if stale else "No single time explains it."
@@ -79,19 +74,15 @@ def contradiction(report: Report, contest: Contest) -> str:
     return f"The clock contradicts gains over the best fixed length: {gains}. {times} {remedy}"
 
 
-def by_the_clock(contest: Contest, report: Report) -> Contest:
+def by_the_clock(contest: Contest, report: ClockReport) -> Contest:
     """The contest with clocked instead of predicted seconds, on the prompts that were clocked; of the families,
     those that were.
     """
-    results = {}
-    for row in report["rows"]:
-        if (result := contest.results.get(row["family"])) is not None:
-            throughput = Throughput(np.array(row["tokens"]), np.array(row["seconds"]))
-            results[row["family"]] = replace(result, throughput=throughput, played=None, arm=None, times=None)
+    results = {name: result for name, result in report.clocked.results.items() if name in contest.results}
     return Contest(contest.dataset, contest.times, results)
 
 
-def clocked_speed_up(report: Report, name: str) -> float:
+def clocked_speed_up(report: ClockReport, name: str) -> float:
     """How many times as fast as the target alone a family was on the clock."""
-    speeds: Mapping[str, Any] = {row["family"]: row["clocked_tokens_per_s"] for row in report["rows"]}
-    return float(speeds[name] / speeds[ALONE])
+    results = report.clocked.results
+    return results[name].tokens_per_s / results[ALONE].tokens_per_s

@@ -13,7 +13,7 @@ from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
-from evaluation.clock import Report
+from evaluation.clock import ClockReport
 from evaluation.competitor import Arm, values_of
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
@@ -202,7 +202,7 @@ def spec_of(result: Result, experiment: Experiment) -> str | None:
     return f"{name}:{','.join(parts)}".removesuffix(":")
 
 
-def record_of(verdict: Verdict, experiment: Experiment, *, clock: Report | None = None) -> Record:
+def record_of(verdict: Verdict, experiment: Experiment, *, clock: ClockReport | None = None) -> Record:
     """The verdict as verdict.json has it; `clock`: the report that its gains are from, where they are not predicted."""
     contest = verdict.contest
     sentence = sentence_of(verdict)
@@ -237,7 +237,7 @@ def record_of(verdict: Verdict, experiment: Experiment, *, clock: Report | None 
     }
 
 
-def record_by_the_clock(contest: Contest, clock: Report, experiment: Experiment) -> Record:
+def record_by_the_clock(contest: Contest, clock: ClockReport, experiment: Experiment) -> Record:
     """The verdict of clocked gains, where the clock contradicts the predicted ones."""
     record = record_of(conclude(by_the_clock(contest, clock)), experiment, clock=clock)
     record["sentence"] += " These gains are clocked, and contradict the predicted ones."

@@ -117,7 +117,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
         on_clock.append(replace(runner.played, seconds=seconds).select([0], agrees))
     about = about_clock(on_clock[0], 1, num_repeats=3)
     report = report_of(on_clock, runners, COST, dataset="made", about=about)
-    first, second, _ = report["rows"]
+    first, second, _ = report.rows
     assert [first[name] for name in ("difference", "draft", "verify", "rest")] == pytest.approx([0] * 4)
     assert first["request_p50_s"] == pytest.approx(np.median(predicted[0][agrees]))
     assert first["first_token_p95_s"] == pytest.approx(np.percentile(predicted[0][agrees] / 10, 95))
@@ -127,9 +127,9 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
     assert second["difference"] == pytest.approx(1 / (1 + second["draft"] + second["verify"] + second["rest"]) - 1)
     gain = (1 + second["predicted_gain"].value) * (1 + second["difference"]) - 1
     assert second["clocked_gain"].value == pytest.approx(gain)
-    assert "1 responses left out" in report["about"]
-    assert f"{family(second['family']).label} {second['difference']:+.1%}, most of it drafting" in report["verdict"]
-    assert report["verdict"].endswith(f"{report['common']:+.1%} is the median of all families")
+    assert "1 responses left out" in report.about
+    assert f"{family(second['family']).label} {second['difference']:+.1%}, most of it drafting" in report.verdict
+    assert report.verdict.endswith(f"{report.common:+.1%} is the median of all families")
     assert [row["policy"] for row in clock_table(report).rows] == [
         "best fixed length",
         "product of token probabilities",
@@ -154,8 +154,8 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     report = report_of(on_clock, runners, COST, dataset="made", about=about_clock(on_clock[0], 0, num_repeats=1))
     emitted = [runner.played.counts.num_emitted[0, :4].reshape(2, 2).sum(0) for runner in runners]
     every = list(map(Throughput, emitted, seconds[:, 0].reshape(3, 2, 2).sum(1)))
-    assert [row["clocked_gain"][:3] for row in report["rows"]] == [gain_over(every[0], other)[:3] for other in every]
-    assert report["about"].startswith("4 responses to 2 test prompts")
+    assert [row["clocked_gain"][:3] for row in report.rows] == [gain_over(every[0], other)[:3] for other in every]
+    assert report.about.startswith("4 responses to 2 test prompts")
 
 
 def test_a_clock_that_cannot_run_is_refused():

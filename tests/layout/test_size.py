@@ -24,7 +24,7 @@ STATEMENTS = {
     "decode": (2676, 2350),
     "evaluation": (5695, 4100),
     "serve": (484, 480),
-    "papers": (1112, 850),
+    "papers": (1106, 850),
     "checkpoints/recipes": (928, 930),
     "benchmarks": (448, 340),
 }

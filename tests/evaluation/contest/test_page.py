@@ -43,7 +43,7 @@ def clocked(contest):
     runners = [result for name, result in contest.results.items() if name not in REPLAYED]
     seconds = dict.fromkeys(("whole_s", "first_token_s", "drafting_s", "verifying_s"), np.ones((1, 4)))
     on_clock = [replace(result.played.select([0], range(4)), seconds=seconds) for result in runners]
-    return report_of(on_clock, runners, contest.times, dataset="made")
+    return report_of(on_clock, runners, contest.times, dataset="made", about="4 test prompts, made")
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_the_page_says_when_where_and_by_which_command_it_was_made(contest, repl
 def test_the_page_has_what_the_clock_measured(page, clocked):
     section = page.read_text().split("<h2>On a clock</h2>")[1].split("</table>")
     assert cells(section[0]) == clock_table(clocked).cells
-    assert html.escape(clocked["about"]) in section[0]
-    assert html.escape(clocked["verdict"]) in section[1]
+    assert html.escape(clocked.about) in section[0]
+    assert html.escape(clocked.verdict) in section[1]
 
 
 def test_the_slider_has_a_table_for_each_ratio_and_opens_at_the_times_of_the_evaluation(page, contest):

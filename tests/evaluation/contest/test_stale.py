@@ -8,7 +8,7 @@ import pytest
 from decode.experiment import Experiment
 from decode.policies import CumulativeTokenProb, FixedLength
 from decode.policies.batch import Curve
-from evaluation.clock import Report, report_of
+from evaluation.clock import ClockReport, report_of
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import Contest, Result, result_of
 from evaluation.families import ALONE, BASELINE, PRODUCT
@@ -40,7 +40,7 @@ def runners() -> list[Result]:
     return made
 
 
-def clocked(runners: list[Result], true: Times) -> Report:
+def clocked(runners: list[Result], true: Times) -> ClockReport:
     """The report of a clock on which these times are true."""
     on_clock = []
     for runner in runners:
@@ -81,7 +81,7 @@ def test_the_contest_by_the_clock_has_the_clocked_gains(runners):
     contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
     on_clock = by_the_clock(contest, report)
     assert list(on_clock.results) == [BASELINE, PRODUCT]
-    (row,) = (row for row in report["rows"] if row["family"] == PRODUCT)
+    (row,) = (row for row in report.rows if row["family"] == PRODUCT)
     assert on_clock.gain(PRODUCT) == row["clocked_gain"]
     assert on_clock.gain(PRODUCT).value < contest.gain(PRODUCT).value
     alone, product = (true.tokens_per_s(runner.played)[0] for runner in (runners[0], runners[2]))
