@@ -273,6 +273,9 @@ def replay_dataset(
     the bounds of the perfect head need; `has_token_rule` as `Replays` has it.
     """
     every = [*competitors, *bounds(perfect_head=perfect_head)]
+    heads = [head for entry in competitors for head in entry.policy.heads if isinstance(head, AcceptanceHead)]
+    for trace in traces:
+        trace.score(heads)
     arms = list(replay_arms(Bar(every, desc=f"replay: {name}", unit="policies", leave=False), traces))
     return Replays(traces, arms, has_token_rule)
 

@@ -172,9 +172,8 @@ def _inputs(path: Path) -> InputTensors:
 
 def without_hidden(trace: Trace, heads: Sequence[AcceptanceHead]) -> Trace:
     """A trace that has the logits of some heads instead of the hidden states that other heads would need."""
-    for head in heads:
-        trace.logit(head)  # stays in the trace
-    return replace(trace, inputs=None)
+    trace.score(heads)
+    return replace(trace, inputs=None, pieces=())
 
 
 def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:

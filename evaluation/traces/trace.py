@@ -15,9 +15,9 @@ path holds each draft's first step, with the response's token.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,11 @@ CONFIDENCE = "confidence_logit"
 LENGTH = "accepted_length"
 """The signal that a length head gives, once it was fitted (`evaluation.traces.lengths`)."""
 _LATER_TURN = re.compile(r"#\d+$")
-_TOKENS_AT_ONCE = 65536
+_TOKENS_AT_ONCE = 16384
+Piece = tuple["Callable[[], InputTensors]", Int[Array, " _"], Int[Array, " _"]]
+"""A part of a trace that is read at once, such as a shard: what reads it, and of each token its row in `hidden` there
+and its flat index in the trace.
+"""
 
 
 class InputTensors(NamedTuple):
@@ -82,7 +86,9 @@ class Trace:
     (`Trace.num_passing`).
     """
     inputs: Callable[[], InputTensors] | None = None
-    """Makes what heads read, the bulk of a trace, when a head first needs it."""
+    """Reads what heads read of the whole trace, its bulk; nothing of it is kept."""
+    pieces: tuple[Piece, ...] = ()
+    """The same in parts, by which heads are scored, so that one part is in memory at a time; empty: `inputs` alone."""
     draft_sampling: Sampling | None = None
     """The sampling that the draft draws by, if it is not the target's."""
     block_size: int | None = None
@@ -202,10 +208,8 @@ class Trace:
         when it is drawn. ValueError for a head of another width, or of scalars or states that were not recorded.
         """
         if not isinstance(head, ScoreHead):
-            key = f"score.{head.fingerprint()}"
-            if key not in self.drafts:
-                self.drafts[key] = self._score(head)
-            return self.drafts[key]
+            self.score([head])
+            return self.drafts[_score_key(head)]
         if head.signal:
             return self.signal(head.signal)
         if head.score == "max_prob":
@@ -220,36 +224,59 @@ class Trace:
         return logit[self.before] if head.timing == "fed" else logit
 
     @torch.inference_mode()
-    def _score(self, head: AcceptanceHead) -> Float[Array, " drafts"]:
+    def score(self, heads: Iterable[AcceptanceHead]) -> None:
+        """Add the logits of heads to `drafts`, those that are not there yet: piece by piece, each for all heads, since
+        hidden states are read from disk and dropped. Errors as `logit` has them.
+        """
+        missing = {_score_key(head): head for head in heads if _score_key(head) not in self.drafts}
+        if not missing:
+            return
         if self.inputs is None:
             raise ValueError(
                 "the trace has neither scores of this head nor hidden states to compute them from; record it again "
                 "with decode.trace_hidden=true, or with the head in decode.heads"
             )
-        hidden, known_ids, embedding = self.inputs()
+        every = np.arange(len(self.token))
+        scores = {key: np.empty(len(every), dtype=np.float32) for key in missing}
+        for read, hidden_rows, drafts in self.pieces or [(self.inputs, every, every)]:
+            tensors = read()
+            for key, head in missing.items():
+                for start in range(0, len(drafts), _TOKENS_AT_ONCE):
+                    part = slice(start, start + _TOKENS_AT_ONCE)
+                    rows = torch.from_numpy(hidden_rows[part])
+                    scores[key][drafts[part]] = self._logits(head, tensors, rows, torch.from_numpy(drafts[part]))
+            del tensors  # before the next ones are read
+        self.drafts.update(scores)
+
+    def _logits(
+        self, head: AcceptanceHead, tensors: InputTensors, rows: Int[Tensor, " token"], drafts: Int[Tensor, " token"]
+    ) -> Float[Array, " token"]:
+        """Logits of a head for some tokens: their `rows` in the hidden states, and their flat indices."""
+        hidden, known_ids, embedding = tensors
         if head.hidden_size != hidden.shape[-1]:
             raise ValueError(
                 f"the head reads hidden states of width {head.hidden_size}, the trace's are {hidden.shape[-1]} wide; "
                 "use a head that was trained for this draft"
             )
-        num_before = counted(np.diff(self.offsets))
-        num_before = np.append(num_before, np.repeat(num_before, self.branch_lengths) + self.depths)
-        numbers = self.drafts | {POSITION: np.log1p(num_before, dtype=np.float32)}
+        numbers = self.drafts | {POSITION: self._text_position}
         if missing := set(head.inputs.scalars) - numbers.keys():
             raise ValueError(
                 f"the head reads {', '.join(sorted(missing))}, which the trace was recorded without; record it again"
             )
-        scored = torch.from_numpy(self.before) if head.timing == "fed" else torch.arange(len(self.token))
-        scalars = {name: torch.from_numpy(numbers[name]) for name in head.inputs.scalars}
-        tokens = torch.searchsorted(known_ids, torch.from_numpy(self.token).to(known_ids.dtype))
+        scored = torch.from_numpy(self.before)[drafts] if head.timing == "fed" else drafts
+        columns = {name: torch.from_numpy(numbers[name])[scored] for name in head.inputs.scalars}
+        of_tokens = None
+        if head.inputs.embedding:
+            tokens = torch.from_numpy(self.token)[scored].to(known_ids.dtype)
+            of_tokens = embedding[torch.searchsorted(known_ids, tokens)]
+        return head(hidden[rows], head.inputs.stacked(columns), of_tokens).float().numpy()
 
-        def logits(rows: Tensor) -> Tensor:
-            at = scored[rows]
-            columns = {name: column[at] for name, column in scalars.items()}
-            of_tokens = embedding[tokens[at]] if head.inputs.embedding else None
-            return head(hidden[rows], head.inputs.stacked(columns), of_tokens)
-
-        return torch.cat([*map(logits, torch.arange(len(scored)).split(_TOKENS_AT_ONCE))]).float().numpy()
+    @cached_property
+    def _text_position(self) -> Float[Array, " drafts"]:
+        """log(1 + tokens of the response before each token)."""
+        num_before = counted(np.diff(self.offsets))
+        num_before = np.append(num_before, np.repeat(num_before, self.branch_lengths) + self.depths)
+        return np.log1p(num_before, dtype=np.float32)
 
     def select(self, rows: Sequence[int], *, num_tokens: int | None = None) -> "Trace":
         """The trace of some rows; with `num_tokens`, as if their length limit had been at most that many tokens."""
@@ -265,8 +292,25 @@ class Trace:
             rows=tuple(kept),
             drafts={name: values[at] for name, values in self.drafts.items()},
             positions={name: values[path] for name, values in self.positions.items()},
-            inputs=None if self.inputs is None else cache(partial(_inputs_at, self.inputs, torch.from_numpy(at))),
+            inputs=None if self.inputs is None else partial(_inputs_at, self.inputs, torch.from_numpy(at)),
+            pieces=self._pieces_at(at),
         )
+
+    def _pieces_at(self, at: Int[Array, " selected"]) -> tuple[Piece, ...]:
+        """The pieces of some tokens, by their flat indices."""
+        piece_of = np.full(len(self.token), -1)
+        row_of = np.arange(len(self.token))
+        for number, (_, rows, drafts) in enumerate(self.pieces):
+            piece_of[drafts] = number
+            row_of[drafts] = rows
+        pieces: list[Piece] = []
+        for number, (read, _, _) in enumerate(self.pieces):
+            drafts = np.flatnonzero(piece_of[at] == number)
+            if len(drafts):
+                pieces.append((read, row_of[at][drafts], drafts))
+        if self.inputs is not None and not self.pieces:
+            pieces.append((self.inputs, at, np.arange(len(at))))
+        return tuple(pieces)
 
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
@@ -282,8 +326,31 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         rows=tuple(row for trace in traces for row in trace.rows),
         drafts={name: np.concatenate(_paths_first([trace.drafts[name] for trace in traces], ends)) for name in names},
         positions={name: np.concatenate([trace.positions[name] for trace in traces]) for name in first.positions},
-        inputs=cache(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
+        inputs=(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
+        pieces=_joined_pieces(traces) if len(inputs) == len(traces) else (),
     )
+
+
+def _score_key(head: AcceptanceHead) -> str:
+    """The column of a head's logits in `Trace.drafts`."""
+    return f"score.{head.fingerprint()}"
+
+
+def _joined_pieces(traces: Sequence[Trace]) -> tuple[Piece, ...]:
+    """The pieces of traces whose paths come first and then all branches, each without pieces being one."""
+    pieces: list[Piece] = []
+    first_path = 0
+    first_branch = sum(trace.num_positions for trace in traces)
+    for trace in traces:
+        num_branch = len(trace.token) - trace.num_positions
+        index = np.append(first_path + np.arange(trace.num_positions), first_branch + np.arange(num_branch))
+        assert trace.inputs is not None, "all traces have hidden states"
+        every = np.arange(len(trace.token))
+        for read, rows, drafts in trace.pieces or [(trace.inputs, every, every)]:
+            pieces.append((read, rows, index[drafts]))
+        first_path += trace.num_positions
+        first_branch += num_branch
+    return tuple(pieces)
 
 
 def _inputs_at(inputs: Callable[[], InputTensors], drafts: Int[Tensor, " drafts"]) -> InputTensors:

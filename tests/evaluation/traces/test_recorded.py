@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import weakref
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,9 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import Trace, TraceRow, join_traces
+from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
+from heads import AcceptanceHead
+from heads.model.inputs import STANDARD
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from lm.draws import draw, uniforms
 from tests.conformance.mtp import FAMILIES as MTP
@@ -278,3 +283,32 @@ def test_texts_that_cross_a_change_of_rotary_frequencies_are_refused_before_anyt
     with pytest.raises(ValueError, match=r"max_draft_length is 257, and Llama.* beyond 256 .*one of the three"):
         trace_folder(Experiment(config_with(["--config", "configs/tiny.yaml", *flags]))).complete()
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_heads_are_scored_piece_by_piece_and_every_piece_is_read_once():
+    torch.manual_seed(0)
+    parts = [small_pair.trace(Sampling(temperature=0.6), seed=seed) for seed in (1, 2, 3)]
+    reads = []
+    living = weakref.WeakSet()
+
+    def read_again(number: int, inputs: InputTensors) -> InputTensors:
+        assert not living, "the piece before it was dropped"
+        reads.append(number)
+        hidden = inputs.hidden.clone()
+        living.add(hidden)
+        return inputs._replace(hidden=hidden)
+
+    reading = [replace(part, inputs=partial(read_again, n, part.inputs()), pieces=()) for n, part in enumerate(parts)]
+    joined = join_traces(reading)
+    scalars = (*STANDARD, "text_position")
+    heads = [AcceptanceHead(16, 1, timing, scalars, True).eval() for timing in ("fed", "drawn")]
+    joined.score(heads)
+    assert reads == [0, 1, 2]
+    rows = [len(joined.rows) - 1, 0, 0]
+    for head in heads:
+        for number, part in enumerate(parts):
+            first = sum(len(other.rows) for other in parts[:number])
+            alone = joined.select(range(first, first + len(part.rows)))
+            assert np.allclose(alone.logit(head), part.logit(head), atol=1e-6)
+        unscored = replace(joined, drafts={k: v for k, v in joined.drafts.items() if not k.startswith("score.")})
+        assert np.allclose(unscored.select(rows).logit(head), joined.select(rows).logit(head), atol=1e-6)
