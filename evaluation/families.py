@@ -42,10 +42,12 @@ class Family(NamedTuple):
     kind: str
     timing: Timing | None = None
     """Of its trained heads."""
+    is_trained: bool = False
+    """Whether a custom policy reads a trained network."""
 
     @property
     def needs_training(self) -> bool:
-        return self.kind in (PAPERS, HEADS, AUTO)
+        return self.kind in (PAPERS, HEADS, AUTO) or self.is_trained
 
 
 _KINDS = (
@@ -80,7 +82,11 @@ HEADS_OF: dict[Timing, tuple[str, ...]] = {
 def families() -> dict[str, Family]:
     """Every known family by name, in the order of table rows; custom policies appear once they are registered."""
     entries = (POLICIES | RULES).items()
-    registered = {name: Family(entry.label, _KINDS.get(name, CUSTOM)) for name, entry in entries if name != "head"}
+    registered = {
+        name: Family(entry.label, _KINDS.get(name, CUSTOM), is_trained=entry.kind.is_trained)
+        for name, entry in entries
+        if name != "head"
+    }
     return {ALONE: Family("target alone", LENGTHS), **registered, **_TRAINED_AND_BOUNDS}
 
 
@@ -90,8 +96,8 @@ def family(name: str) -> Family:
 
 
 GROUPS: dict[str, Callable[[str], bool]] = {
-    TRAINING_FREE: lambda name: name in POLICIES,
-    HEADS: lambda name: family(name).kind in (PAPERS, HEADS),
+    TRAINING_FREE: lambda name: name in POLICIES and not family(name).is_trained,
+    HEADS: lambda name: family(name).kind in (PAPERS, HEADS) or family(name).is_trained,
     BASELINE: lambda name: name == BASELINE,
 }
 """Groups whose best families are compared with each other -> whether a family belongs to it."""

@@ -222,23 +222,31 @@ def shortage(gain: Gain, num_prompts: int, *, remedy: str = MORE_PROMPTS) -> str
     return f"{reason}; {prompts_text(needed)} would settle this lead of {gain.words}: {remedy}"
 
 
-def conclusion(name: str, gain: Gain, rival: str, num_prompts: int, *, remedy: str = "raise decode.num_test") -> str:
-    """One comparison in a sentence without its full stop: which is faster, and what would settle it if noise hides
-    that; `remedy` is how to get more prompts.
+def doubt(gain: Gain, num_prompts: int, *, lead: str = "it", remedy: str = MORE_PROMPTS) -> str:
+    """What would settle a gain that noise hides, as a sentence without its full stop; empty if nothing hides it. `lead`
+    names the gain, and `remedy` is how to get more prompts.
     """
     if gain.low is None:
-        return f"{name} over {rival}: {gain.words}; {shortage(gain, num_prompts, remedy=remedy)}"
+        return shortage(gain, num_prompts, remedy=remedy)
+    if gain.is_above_noise or gain.is_below_noise:
+        return ""
+    needed = prompts_needed(gain, num_prompts)
+    if needed is None:
+        return f"more prompts cannot settle {lead}: it is within the error of the times (`acceptance-heads costs`)"
+    return f"{prompts_text(needed)} test prompts would settle {lead}: {remedy}"
+
+
+def conclusion(name: str, gain: Gain, rival: str, num_prompts: int) -> str:
+    """One comparison as a sentence without its full stop: which is faster, or what would settle it."""
+    if gain.low is None:
+        return f"{name} over {rival}: {gain.words}; {doubt(gain, num_prompts)}"
     if gain.is_above_noise:
         return f"{name} is faster than {rival} by more than noise, {gain.words}"
     if gain.is_below_noise:
         return f"{name} is slower than {rival} by more than noise, {gain.words}"
     if gain.value == 0 == gain.standard_error:
         return f"{name} and {rival} do the same"
-    needed = prompts_needed(gain, num_prompts)
-    settled = "more prompts cannot settle it: it is within the error of the times (`acceptance-heads costs`)"
-    if needed is not None:
-        settled = f"{prompts_text(needed)} test prompts would settle it ({remedy})"
-    return f"{name} and {rival} differ by no more than noise, {gain.words}; {settled}"
+    return f"{name} and {rival} differ by no more than noise, {gain.words}; {doubt(gain, num_prompts)}"
 
 
 def prompts_text(num_prompts: int) -> str:

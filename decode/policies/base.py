@@ -97,6 +97,10 @@ class Policy:
     """Of a custom policy (module:Class): parameter -> values that an evaluation compares; empty: its defaults alone."""
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
+    is_trained: ClassVar[bool] = False
+    """Whether a policy that is written module:Class reads a network that was trained, so that an evaluation does not
+    call it training-free.
+    """
     heads: tuple[Head, ...] = ()
     """The heads whose scores it reads, at most one of each `timing_of`."""
 

@@ -18,7 +18,7 @@ def setups_of(
 ) -> list[tuple[Times, float | None]]:
     """Times of batches, each with what a further verified token takes over a draft step: all times with every share;
     measured or recorded times, and those of a target's curve, once with None: with the `measured` curves if there are
-    any, else with that of one sequence.
+    any, else with that of one sequence. ValueError if there are none.
     """
     setups: list[tuple[Times, float | None]] = []
     for times in every_times:
@@ -30,6 +30,11 @@ def setups_of(
             setups.append((times, None))
         else:
             setups.append((replace(times, draft=measured.draft, target=measured.target), None))
+    if not setups:
+        raise ValueError(
+            "decode.verify_shares is empty, and no times here say what verifying a batch takes; give a share, such as "
+            "0.2, or decode.t_target_ms by number of tokens"
+        )
     return setups
 
 

@@ -11,7 +11,7 @@ from evaluation.competitor import Competitor, competitors_of, label_of, make_com
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE, family
 from evaluation.flags.engines import Drafting, Engine
-from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Gain, Splits, shortage
+from evaluation.gain import MIN_PROMPTS, Gain, Splits, doubt
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -134,7 +134,11 @@ class Answer:
                 for base, gain in self.gains(flags).items()
                 if not is_same(flags, self.choices[base])
             )
-            yield f"{where}: {label_of('', flags.setting)}, predicted {listed}.{self._doubt()}"
+            sentence = f"{where}: {label_of('', flags.setting)}, predicted {listed}."
+            clause = doubt(flags.over(self.choices[NONE]), self.by_default.test.num_prompts)
+            if clause:
+                sentence += f" {clause[0].upper()}{clause[1:]}."
+            yield sentence
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
             yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
@@ -143,13 +147,6 @@ class Answer:
                 yield f"{ours.capitalize()} ({choice.competitor.name}) would add {choice.over(flags).words}."
         if self.engine.remark:
             yield self.engine.remark
-
-    def _doubt(self) -> str:
-        """What the interval of the gain over no speculation does not show, in a sentence."""
-        gain = self.flags.over(self.choices[NONE])
-        if gain.low is None:
-            return f" {shortage(gain, self.by_default.test.num_prompts)}."
-        return "" if gain.is_above_noise else f" This may be noise: {MORE_PROMPTS}."
 
     def in_batches(self, sizes: Sequence[int], curves: BatchCosts) -> dict[int, list[list[float]]]:
         """Size of batch -> tokens per second on dev and on test by number of tokens, which all sequences draft in

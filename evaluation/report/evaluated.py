@@ -16,6 +16,7 @@ import pandas as pd
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
+from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.clock import ClockReport, clock_dataset
 from evaluation.competitor import Arm, Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
@@ -228,7 +229,7 @@ def evaluated(
         ValueError: settings, heads, times or a trace that do not fit each other.
         FileNotFoundError: models, prompts or a recorded trace that do not exist.
     """
-    evaluation = _replayed(experiment, transfer_from)
+    evaluation = _replayed(experiment, transfer_from, has_batches=bool(sizes))
     if sizes:
         times = [contest.times for contest in next(iter(evaluation.contests.values()))]
         rows, tables = in_batches(experiment, evaluation.replays, times, sizes)
@@ -258,13 +259,15 @@ def clocked(evaluation: Evaluation, *, num_prompts: int, repeats: int) -> Evalua
     return replace(evaluation, clocks=clocks, verdict=verdict)
 
 
-def _replayed(experiment: Experiment, transfer_from: str | None) -> Evaluation:
+def _replayed(experiment: Experiment, transfer_from: str | None, *, has_batches: bool) -> Evaluation:
     """The evaluation without batches and clock."""
     competitors = competitors_with(experiment, experiment.heads)
     folder = trace_folder(experiment)
     folder.refuse_other()
     every_times = costs_for(experiment).at_ratios(experiment.decode.ratios)
     sources = source_contests(transfer_from, experiment, competitors, every_times) if transfer_from else {}
+    if has_batches:
+        setups_of(every_times, experiment.decode.verify_shares, kept_curves(experiment))  # refuses times of no batch
     folder.complete()  # may take hours, so heads, competitors and times were made, and checked, before it
     traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
     competitors = _competitors_on(traces, experiment)

@@ -17,7 +17,7 @@ from evaluation.clock import ClockReport
 from evaluation.competitor import Arm, values_of
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
-from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Splits, prompts_needed, prompts_text
+from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Splits, doubt, prompts_needed, prompts_text
 from evaluation.played import joined
 from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
 from evaluation.report.stale import COSTS_AGAIN, by_the_clock, clocked_speed_up, contradiction
@@ -154,11 +154,8 @@ def _unsettled(verdict: Verdict) -> Iterator[str]:
         if gain.value <= 0 or gain.is_above_noise:
             continue
         lead = _lead(verdict, group, verdict.group)
-        needed = prompts_needed(gain, verdict.contest.num_prompts)
-        if needed is None:
-            yield f"More prompts cannot settle {lead}: it is within the error of the times (`acceptance-heads costs`)."
-        else:
-            yield f"{prompts_text(needed).capitalize()} test prompts would settle {lead}: {MORE_PROMPTS}."
+        clause = doubt(gain, verdict.contest.num_prompts, lead=lead)
+        yield f"{clause[0].upper()}{clause[1:]}."
 
 
 def range_text(near: Range) -> str:

@@ -132,6 +132,12 @@ def test_measured_and_recorded_times_of_verification_are_taken_as_they_are():
         assert float(setups[2][0].costs("entropy").draft(4)) == pytest.approx(0.2 + 0.02)
 
 
+def test_times_that_say_nothing_of_batches_are_refused():
+    assert len(setups_of([times_by_length(0.1, (1.0, 1.1)), TIMES], ())) == 1
+    with pytest.raises(ValueError, match=r"decode\.verify_shares is empty"):
+        setups_of([TIMES], ())
+
+
 def test_every_size_has_a_table_and_every_result_is_a_row(replays, monkeypatch):
     monkeypatch.setattr(batches, "kept_curves", lambda experiment: None)
     experiment = Experiment.__new__(Experiment)

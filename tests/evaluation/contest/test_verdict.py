@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,8 @@ from configs.command import run
 from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from decode.experiment import LEVELS, Experiment
 from decode.loop.rounds import Counts
-from decode.policies import FixedLength
-from decode.policies.registry import AUTO_TOKEN_PROB
+from decode.policies import FixedLength, TokenProb
+from decode.policies.registry import AUTO_TOKEN_PROB, POLICIES, Registered
 from evaluation.competitor import Arm, Competitor, competitors_of
 from evaluation.contest import fastest_on_dev, hold
 from evaluation.families import (
@@ -105,6 +105,18 @@ def test_every_family_has_the_colour_of_its_kind_and_its_own_line():
     free = {entry.family for entry in competitors_of({}, {}, max_draft_length=5)}
     assert {name for name in families() if GROUPS[TRAINING_FREE](name)} == free | {AUTO_TOKEN_PROB}
     assert [family(name).needs_training for name in (*heads, AUTO, "entropy")] == [True] * 5 + [False]
+
+
+def test_a_custom_policy_that_reads_a_trained_network_competes_with_heads(monkeypatch):
+    @dataclass(frozen=True)
+    class Trained(TokenProb):
+        is_trained = True
+
+    for kind, group in ((TokenProb, TRAINING_FREE), (Trained, "heads")):
+        monkeypatch.setitem(POLICIES, "mine:Unsure", Registered(kind, "mine", lambda _: {}))
+        assert [name for name, belongs in GROUPS.items() if belongs("mine:Unsure")] == [group]
+        assert family("mine:Unsure").needs_training == (group == "heads")
+        assert family("mine:Unsure").kind == CUSTOM
 
 
 def test_plots_have_the_readers_ink_a_legend_below_and_two_axes_for_thresholds_of_two_meanings(replays, contest):
