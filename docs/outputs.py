@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 COLUMNS = 120
 FOLDERS = {
-    "tutorial": ("your-own-pair.md", "thresholds.md", "flags.md", "feature-drafts.md"),
+    "tutorial": ("your-own-pair.md", "thresholds.md", "compare.md", "flags.md", "feature-drafts.md"),
     "steps": ("data.md", "training.md", "large-models.md"),
 }
 """Folder -> the pages whose commands run in it, in order; `steps` begins with the tutorial's prompts and YAML."""
