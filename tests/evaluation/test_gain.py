@@ -152,8 +152,8 @@ CONCLUSIONS = {
     "slower": (Gain(-0.1, -0.15, -0.05, 0.02), "A is slower than B by more than noise, -10.0 % (-15.0, -5.0)"),
     "noise": (
         Gain(0.02, -0.02, 0.06, 0.02),
-        "A and B differ by no more than noise, +2.0 % (-2.0, 6.0); about 170 test prompts would settle it (raise "
-        "decode.num_test)",
+        "A and B differ by no more than noise, +2.0 % (-2.0, 6.0); about 170 test prompts would settle it: raise "
+        "decode.num_test, or add prompts if the set has no more",
     ),
     "times": (
         Gain(0.01, -0.05, 0.07, 0.001, 0.03),
@@ -163,7 +163,7 @@ CONCLUSIONS = {
     "few": (
         Gain(0.1, None, None, 0.02),
         "A over B: +10.0 %; 40 test prompts are too few for an interval (at least 10 are needed); about 10 would "
-        "settle this lead of +10.0 %: raise decode.num_test",
+        "settle this lead of +10.0 %: raise decode.num_test, or add prompts if the set has no more",
     ),
     "same": (Gain(0.0, 0.0, 0.0, 0.0), "A and B do the same"),
 }
