@@ -105,8 +105,12 @@ def load_pair_tokenizer(config: PairConfig) -> PreTrainedTokenizerBase:
 
 
 def _sources(config: PairConfig) -> dict[str, ModelSource]:
-    sources = {"target": config.target} | ({} if released_layout_of(config.draft) else {"draft": config.draft})
-    return sources | ({"micro": config.micro} if config.micro else {})
+    sources = {"target": config.target}
+    if not released_layout_of(config.draft):
+        sources["draft"] = config.draft
+    if config.micro:
+        sources["micro"] = config.micro
+    return sources
 
 
 def refuse_feature_draft(config: PairConfig) -> None:

@@ -17,7 +17,7 @@ from lm import DraftModel, GreedySampler, Sampler, Sampling
 
 # the models of open sessions
 _IN_USE: WeakSet[DraftModel] = WeakSet()
-# new tokens that caches get room for at once: 100,000 would take gigabytes, and few answers are so long
+# New tokens that caches get room for at once: 100,000 would take gigabytes, and few answers are so long.
 _MAX_NEW = 4096
 
 
