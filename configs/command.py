@@ -231,8 +231,7 @@ def arguments_of(
     be parsed.
     """
     parser, kinds, has_config = parser_for(command, trainer=trainer), get_type_hints(command), takes_config(command)
-    argv = ["--help" if argument == "--help.all" else argument for argument in argv]
-    argv = _appending(argv, [name for name, kind in kinds.items() if kind == Sequence[str]])
+    argv = appending(["--help" if argument == "--help.all" else argument for argument in argv], command)
     try:
         parsed = parser.parse_args(argv)
     except ArgumentError as error:
@@ -257,8 +256,9 @@ def arguments_of(
     return [replace(config_of(parser, parsed), arguments=_settings_in(argv))], flags
 
 
-def _appending(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+def appending(argv: Sequence[str], command: Command) -> list[str]:
     """`--policy a --policy b` as the parser takes it, for flags that may be repeated; a whole list stays as it is."""
+    names = [name for name, kind in get_type_hints(command).items() if kind == Sequence[str]]
     arguments = list(argv)
     for index, argument in enumerate(argv):
         flag, equals, value = argument.partition("=")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from configs import front
-from configs.command import parser_for, takes_config
+from configs.command import appending, parser_for, takes_config
 from tests.cases import implementation_of
 
 ROOT = Path(__file__, "../../..").resolve()
@@ -95,7 +95,7 @@ def parse(commands: Mapping[str, Any], *, argv: list[str], in_a_sentence: bool =
     if in_a_sentence and argv and "--config" not in argv and takes_config(commands[name]):
         argv = ["--config", "configs/tiny.yaml", *argv]
     if (argv or not in_a_sentence) and "--help" not in argv:
-        parser.parse_args(argv)
+        parser.parse_args(appending(argv, commands[name]))
     return name
 
 
