@@ -13,9 +13,10 @@ from torch import Tensor
 
 from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
-from heads.measures.histogram import Histogram, Sums, by_position, observe
+from heads.measures.histogram import Histogram, by_position, observe
 from heads.measures.intervals import HEAD, SIGNAL, TOKENS, Products, ratio_interval
 from heads.measures.scores import auroc, measures, reliability
+from heads.measures.sums import Sums
 from heads.model.inputs import SIGNALS
 
 Result = dict[str, Any]

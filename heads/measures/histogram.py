@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torchmetrics import Metric
 
 NUM_BINS = 2048
 LIMIT = 16.0
@@ -68,27 +67,6 @@ def observe(
     weight, accepted, logits = (z.new_zeros(len(z), NUM_BINS).scatter_add_(1, bins, x) for x in (w, w * p, w * z))
     sums = ((w * value).sum(-1) for value in (p * z, p * p, entropy))
     return Histogram(weight, accepted, logits, *sums)
-
-
-class Sums(Metric):
-    """A `Histogram`, summed over batches and, by `compute`, over processes."""
-
-    full_state_update = False
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        super().__init__()
-        for name, value in observe(torch.zeros(num_rows, 0), torch.zeros(1, 0))._asdict().items():
-            self.add_state(name, default=value, dist_reduce_fx="sum")
-        self.to(device)
-
-    def update(self, histogram: Histogram) -> None:
-        """Add the histogram of a batch."""
-        for name, value in histogram._asdict().items():
-            getattr(self, name).add_(value)
-
-    def compute(self) -> Histogram:
-        """The sum so far; every process must call this."""
-        return Histogram(*(getattr(self, name) for name in Histogram._fields))
 
 
 def by_position(

@@ -19,8 +19,9 @@ from torch import Tensor
 from heads.batches.features import STATE_TIMINGS, Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
-from heads.measures.histogram import Sums, observe
+from heads.measures.histogram import observe
 from heads.measures.scores import fit_temperature, measures
+from heads.measures.sums import Sums
 from heads.model.formula import Scaling
 from heads.model.inputs import SIGNALS, Inputs
 from heads.training.linear import MAX_CURVATURE_COLUMNS, MAX_PASSES, RIDGES, Curvature, LinearFit, Reduce

@@ -23,8 +23,9 @@ from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs, stacks
 from heads.measures.evaluation import Evaluation
-from heads.measures.histogram import Histogram, Sums, observe
+from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import auroc, fit_temperature, measures
+from heads.measures.sums import Sums
 from heads.model.files import LEAST_KL
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS

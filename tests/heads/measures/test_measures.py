@@ -9,9 +9,10 @@ from scipy.optimize import minimize
 from torchmetrics.classification import BinaryAUROC
 
 from heads.grid import HeadSpec, specs
-from heads.measures.histogram import Sums, by_position, observe
+from heads.measures.histogram import by_position, observe
 from heads.measures.report import beats_signal, verdict
 from heads.measures.scores import auroc, fit_logistic, fit_temperature, measures, reliability, sequential_temperatures
+from heads.measures.sums import Sums
 from tests.toys.made_up import make_config
 
 
