@@ -15,6 +15,11 @@ from store.lazy import lazy_exports
 if TYPE_CHECKING:
     from data_gen.from_prompts import make_data
 else:
-    __getattr__ = lazy_exports(__name__, __file__)
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "make_data": "data_gen.from_prompts",
+        },
+    )
 
 __all__ = ["make_data"]

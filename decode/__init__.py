@@ -24,6 +24,30 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.policies.base import Policy
     from decode.policies.head import HeadPolicy
 else:
-    __getattr__ = lazy_exports(__name__, __file__)
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "InnerRounds": "decode.drafters.hierarchies",
+            "InterleavedDrafter": "decode.drafters.hierarchies",
+            "PreVerifiedDrafter": "decode.drafters.hierarchies",
+            "hsddw": "decode.drafters.hierarchies",
+            "PearlDecoder": "decode.drafters.pearl",
+            "TreeDrafter": "decode.drafters.trees",
+            "dynamic": "decode.drafters.trees",
+            "complete": "decode.generate.command",
+            "SpeculativeOutput": "decode.generate.in_transformers",
+            "speculative_generate": "decode.generate.in_transformers",
+            "SpeculativeDecoder": "decode.loop.decoder",
+            "Drafter": "decode.loop.drafter",
+            "ModelDrafter": "decode.loop.drafter",
+            "Proposal": "decode.loop.drafter",
+            "Counts": "decode.loop.rounds",
+            "Generation": "decode.loop.rounds",
+            "Round": "decode.loop.rounds",
+            "Session": "decode.loop.session",
+            "Policy": "decode.policies.base",
+            "HeadPolicy": "decode.policies.head",
+        },
+    )
 
 __all__ = ["HeadPolicy", "Policy", "SpeculativeOutput", "complete", "speculative_generate"]

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from evaluation.from_objects import evaluate
     from evaluation.report.evaluated import Evaluation
 else:
-    __getattr__ = lazy_exports(__name__, __file__)
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "evaluate": "evaluation.from_objects",
+            "Evaluation": "evaluation.report.evaluated",
+        },
+    )
 
 __all__ = ["Evaluation", "evaluate"]

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from heads.from_config import train_heads
     from heads.model.head import AcceptanceHead, Provenance
 else:
-    __getattr__ = lazy_exports(__name__, __file__)
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "train_heads": "heads.from_config",
+            "AcceptanceHead": "heads.model.head",
+            "Provenance": "heads.model.head",
+        },
+    )
 
 __all__ = ["AcceptanceHead", "Provenance", "train_heads"]

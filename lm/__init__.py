@@ -23,4 +23,33 @@ if TYPE_CHECKING:
     from lm.signals import cross_entropy, entropy
     from lm.verification import acceptance_prob, acceptance_rate, next_dist, num_accepted, residual_probs, verify
 else:
-    __getattr__ = lazy_exports(__name__, __file__)
+    __getattr__ = lazy_exports(
+        __name__,
+        {
+            "GreedySampler": "lm.draws",
+            "RandomSampler": "lm.draws",
+            "Sampler": "lm.draws",
+            "FeatureDraft": "lm.features.base",
+            "feature_draft_of": "lm.features.loading",
+            "DraftModel": "lm.features.model",
+            "FeatureModel": "lm.features.model",
+            "feature_model": "lm.features.model",
+            "CachedModel": "lm.model",
+            "Pair": "lm.pair",
+            "check_width": "lm.pair",
+            "load_model": "lm.pair",
+            "load_pair": "lm.pair",
+            "load_pair_tokenizer": "lm.pair",
+            "model_config": "lm.pair",
+            "vocab_size_of": "lm.pair",
+            "Sampling": "lm.sampling",
+            "cross_entropy": "lm.signals",
+            "entropy": "lm.signals",
+            "acceptance_prob": "lm.verification",
+            "acceptance_rate": "lm.verification",
+            "next_dist": "lm.verification",
+            "num_accepted": "lm.verification",
+            "residual_probs": "lm.verification",
+            "verify": "lm.verification",
+        },
+    )
