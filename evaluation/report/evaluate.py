@@ -15,6 +15,7 @@ from configs.paths import check_local
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.clock import check_clock, clock_table
+from evaluation.families import BOUNDS
 from evaluation.report.against import against_table, compare_with, read_prompts
 from evaluation.report.evaluated import Evaluation, clocked, evaluated
 from evaluation.report.page import folder_of, write_csv, write_report, write_tables
@@ -73,8 +74,11 @@ def _against(evaluation: Evaluation, other: pd.DataFrame, directory: str) -> lis
         of_dataset = [record for record in records if record["dataset"] == dataset]
         if of_dataset:
             against_table(of_dataset, directory, evaluation.times.title).print()
-    best = next((record for record in records if record["family"] == evaluation.best.family), records[0])
-    say(f"{best['dataset']}: {best['conclusion']}.")
+    changed = [record for record in records if record["gain"] and record["family"] not in BOUNDS]
+    for record in changed:
+        say(f"{record['dataset']}: {record['conclusion']}.")
+    if not changed:
+        say(f"Every policy does here what it does in {directory}.")
     return records
 
 
