@@ -62,18 +62,22 @@ def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
 
 def machine_key(experiment: Experiment) -> dict[str, Any]:
     """The processor's model, the GPU, the threads, and the versions of the packages and of the code that run there."""
+    return {**_machine(experiment), "code": code_key()}
+
+
+def _machine(experiment: Experiment) -> dict[str, Any]:
+    """`machine_key` without the code, whose digest takes long."""
     return {
         "processor": processor_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": experiment.models.num_threads or torch.get_num_threads(),
         "versions": {package: _version(package) for package in _PACKAGES},
-        "code": code_key(),
     }
 
 
 def made(experiment: Experiment) -> dict[str, str]:
     """When, with which versions, where and by which command something is made now, for the reader of a page."""
-    key = machine_key(experiment)
+    key = _machine(experiment)
     versions = ", ".join(f"{package} {version}" for package, version in key["versions"].items() if version)
     command = shlex.join(["acceptance-heads", *sys.argv[1:]]) if experiment.arguments else "called from Python"
     return {

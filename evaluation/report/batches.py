@@ -18,7 +18,7 @@ from decode.policies.batch import BatchAuto
 from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.batches.load import NUM_QUEUES, BatchThroughput, load_at, queue_of, resampled_queues, step_through
-from evaluation.competitor import ONLINE, head_in, words_of
+from evaluation.competitor import ONLINE, Competitor, head_in, words_of
 from evaluation.contest import Replays, best_heads, fastest_on_dev
 from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.gain import Gain, gain_of_resamples
@@ -60,34 +60,20 @@ def in_batches(
 
 def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[int]) -> Iterator[list[Row]]:
     """Rows at each of several times of batches, all sizes and families: the setting that is fastest on dev, on test."""
-    dev, test = replays.traces
+    test = replays.traces.test
     # a bound knows of no other sequence, and bounds nothing in a batch; a perfect head in the batch's rule does
     results = fastest_on_dev(replays.arms, every_times[0])
     competitors = [result.competitor for name, result in results.items() if name not in BOUNDS]
-    rounds = {entry.family: [replay_rounds(trace, entry.policy) for trace in (dev, test)] for entry in competitors}
-    members = [(entry, size) for entry in competitors for size in sizes]
-    loads = {
-        (entry.family, size): [
-            load_at(rounds[entry.family][0], number, len(dev.rows), size) for number in range(len(entry.settings))
-        ]
-        for entry, size in Bar(members, desc="batches: replay on dev", unit="loads")
-    }
-    for times in every_times:
+    played: dict[tuple[int, int], list[tuple[Row, BatchThroughput, Float[np.ndarray, " queue"]]]] = {}
+    for entry in Bar(competitors, desc="batches: replay", unit="families"):
+        for cell, member in _played_family(entry, replays, every_times, sizes):
+            played.setdefault(cell, []).append(member)
+    for number, times in enumerate(every_times):
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {times.ratio:.3g}", unit="sizes"):
-            reached: list[tuple[dict[str, str], BatchThroughput]] = []
-            resampled: dict[str, Float[np.ndarray, " queue"]] = {}
-            queues = resampled_queues(test.prompt_of_row, size)
-            for entry in competitors:
-                curves = times.costs(entry.policy.stop_kind)
-                speeds = [load.throughput(curves).tokens_per_s for load in loads[entry.family, size]]
-                number = speeds.index(max(speeds))
-                on_test = partial(load_at, rounds[entry.family][1], number, len(test.rows), size)
-                of_queues = [on_test(queue).throughput(curves).tokens_per_s for queue in queues]
-                resampled[entry.family] = np.array(of_queues)
-                setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
-                named = {"family": entry.family, "name": entry.name, "setting": setting}
-                reached.append((named, on_test().throughput(curves)))
+            members = played[number, size]
+            reached = [(named, throughput) for named, throughput, _ in members]
+            resampled = {named["family"]: of_queues for named, _, of_queues in members}
             for named, rule in rules_of(replays, times, size):
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
                 reached.append((named, load.throughput(rule.costs)))
@@ -100,6 +86,29 @@ def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[
                 row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
                 rows.append(row | flat({"gain": gain}) | {"request_s": throughput.request_s})
         yield rows
+
+
+def _played_family(
+    entry: Competitor, replays: Replays, every_times: Sequence[Times], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, int], tuple[Row, BatchThroughput, Float[np.ndarray, " queue"]]]]:
+    """(number of the times, size) -> what a family reaches on test at the setting that is fastest on dev, and its speed
+    on resampled queues. Rounds and loads, the bulk of it, are those of one family and one size at a time.
+    """
+    dev, test = replays.traces
+    of_dev = replay_rounds(dev, entry.policy)
+    of_test = replay_rounds(test, entry.policy)
+    for size in sizes:
+        loads = [load_at(of_dev, number, len(dev.rows), size) for number in range(len(entry.settings))]
+        queues = resampled_queues(test.prompt_of_row, size)
+        for at_times, times in enumerate(every_times):
+            curves = times.costs(entry.policy.stop_kind)
+            speeds = [load.throughput(curves).tokens_per_s for load in loads]
+            number = speeds.index(max(speeds))
+            on_test = partial(load_at, of_test, number, len(test.rows), size)
+            of_queues = np.array([on_test(queue).throughput(curves).tokens_per_s for queue in queues])
+            setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
+            named = {"family": entry.family, "name": entry.name, "setting": setting}
+            yield (at_times, size), (named, on_test().throughput(curves), of_queues)
 
 
 def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:
