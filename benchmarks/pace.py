@@ -37,7 +37,8 @@ from heads.training.command import build
 from heads.training.trainer import quiet
 from lm import forwards
 
-DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
+DEPTHS = (0, 1, 2, 3, 4)
+WEIGHTS = (1.0, 3.0, 6.0, 12.0)
 _SILENT: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

@@ -63,13 +63,15 @@ def class_parser(section: type, name: str) -> ArgumentParser:
 
 def _let_flags_stand_alone(parser: ArgumentParser, command: Command) -> None:
     """Accept `--json` for `--json true`, and `--for` for the parameter `for_`."""
-    kinds, options = get_type_hints(command), parser._option_string_actions
+    kinds = get_type_hints(command)
+    options = parser._option_string_actions
     for action in parser._actions:
         if action.dest in kinds and action.dest.endswith("_"):
             action.option_strings = [f"--{action.dest.rstrip('_')}"]
             options[action.option_strings[0]] = options.pop(f"--{action.dest}")
         if kinds.get(action.dest) is bool:
-            action.nargs, action.const = "?", True
+            action.nargs = "?"
+            action.const = True
 
 
 def takes_config(command: Command) -> bool:
@@ -165,7 +167,8 @@ def run(
     """Call the command that `argv` names, or `default` when it names none; a user's error exits with code 2."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in commands:
-        name, argv = argv[0], argv[1:]
+        name = argv[0]
+        argv = argv[1:]
     elif argv and not argv[0].startswith("-"):
         fail(f"{argv[0]!r} is not a command; {meant(argv[0], commands)}")
     elif default is None:
@@ -207,7 +210,8 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
     """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
         return
-    is_trainer, others = False, []
+    is_trainer = False
+    others = []
     for argument in argv:  # without `--trainer.x=VALUE` and `--trainer.x VALUE`
         is_trainer = argument.startswith("--trainer") if argument.startswith("--") else is_trainer
         others += [] if is_trainer else [argument]
@@ -230,7 +234,9 @@ def arguments_of(
     """What `argv` gives a command: the experiment if it takes one, and its flags; ValueError with a hint if it cannot
     be parsed.
     """
-    parser, kinds, has_config = parser_for(command, trainer=trainer), get_type_hints(command), takes_config(command)
+    parser = parser_for(command, trainer=trainer)
+    kinds = get_type_hints(command)
+    has_config = takes_config(command)
     argv = appending(["--help" if argument == "--help.all" else argument for argument in argv], command)
     try:
         parsed = parser.parse_args(argv)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from configs.command import SECTIONS, class_parser, parser_for, takes_config
 
-_WIDTH, _INDENT = 100, 28
+_WIDTH = 100
+_INDENT = 28
 _OF_TRAINER = "an argument of pytorch_lightning.Trainer"
 
 
@@ -88,5 +89,5 @@ def _shown(default: Any) -> str:
 def _line(option: Option) -> str:
     head = f"  {option.flag}"
     text = f"{option.text} [{option.default}]" if option.default else option.text
-    about = textwrap.indent(textwrap.fill(text, _WIDTH - _INDENT), " " * _INDENT)
+    about = textwrap.indent(textwrap.fill(text, _WIDTH - _INDENT), "".ljust(_INDENT))
     return f"{head:<{_INDENT}}{about[_INDENT:]}" if len(head) < _INDENT else f"{head}\n{about}"

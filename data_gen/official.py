@@ -43,7 +43,8 @@ _KEYS = ("log_p_7b", "log_p_70b")
 """Fields of log q and log p, whatever the models."""
 _TOLERANCE_NATS = 0.1
 """Limit of the median difference in log q(Y): half precision is well below it, another model above."""
-_INFINITY, _ROUNDING = re.compile(r"-inf\b"), 1e-3
+_INFINITY = re.compile(r"-inf\b")
+_ROUNDING = 1e-3
 Row = tuple[Exchange, dict[str, Tensor]]
 """One object of the file, and its draft_ids, log_q, log_p and acceptance_prob, each [token]."""
 
@@ -51,7 +52,9 @@ Row = tuple[Exchange, dict[str, Tensor]]
 @accepts_yaml
 def import_(config: Config, *, file: str, split: str = "train") -> None:
     """Run `acceptance-heads import-data`; `configs.making` documents its flags."""
-    pair, data, path = config.pair, config.data, local_path(file, "--file")
+    pair = config.pair
+    data = config.data
+    path = local_path(file, "--file")
     if split not in SPLITS:
         raise ValueError(f"--split is {split!r}; it must be one of {', '.join(SPLITS)}")
     check_settings(pair, data)
@@ -61,7 +64,9 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
             "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, "
             "here and for train.py"
         )
-    items, size, manifest = _read(path), data.rows_per_shard, _manifest(pair, data)
+    items = _read(path)
+    size = data.rows_per_shard
+    manifest = _manifest(pair, data)
     check_lengths(pair, data, names=("draft",))
     num_ids = vocab_size_of(load_pair_tokenizer(pair), model_config(pair.draft))
 

@@ -35,7 +35,8 @@ Positions = dict[str, Array]
 """Name -> number at every response position of a split: those of the rows, and the expected `accepted_length` from it.
 """
 _BLUE, _ORANGE = "#1f5fa8", "#d95f02"
-_NUM_BINS, _FEWEST = 20, 5
+_NUM_BINS = 20
+_FEWEST = 5
 _MIN_ENTROPY = 0.01
 """Below it, the ratio of entropies is noise."""
 _NAMES = ("acceptance_prob", "acceptance_rate", "entropy", "cross_entropy")
@@ -145,7 +146,8 @@ def summarise(positions: Positions) -> dict[str, Any]:
     rate, entropy, cross_entropy = (positions[name] for name in ("acceptance_rate", "entropy", "cross_entropy"))
     bounds = lower_bounds(entropy, cross_entropy)
     rho = float(cross_entropy.sum() / max(entropy.sum(), 1e-12))
-    has_entropy, has_spread = entropy > _MIN_ENTROPY, rate.size > 1 and rate.std() > 0
+    has_entropy = entropy > _MIN_ENTROPY
+    has_spread = rate.size > 1 and rate.std() > 0
     return {
         "positions": int(rate.size),
         "acceptance_rate_mean": float(rate.mean()),
@@ -191,7 +193,8 @@ def _draw_entropy(axis: "Axes", entropy: Array, rate: Array, c: float) -> None:
     edges = np.linspace(0, max(float(np.quantile(entropy, 0.999)), 1e-9), _NUM_BINS + 1)
     index = np.clip(np.digitize(entropy, edges) - 1, 0, _NUM_BINS - 1)
     filled = [number for number in range(_NUM_BINS) if (index == number).sum() >= _FEWEST]
-    bins, centres = [rate[index == number] for number in filled], ((edges[:-1] + edges[1:]) / 2)[filled]
+    bins = [rate[index == number] for number in filled]
+    centres = ((edges[:-1] + edges[1:]) / 2)[filled]
     lower, upper = ([np.quantile(part, share) for part in bins] for share in (0.25, 0.75))
     axis.fill_between(centres, lower, upper, color=_BLUE, alpha=0.2, lw=0, label="quartiles")
     axis.plot(centres, [part.mean() for part in bins], color=_BLUE, marker="o", ms=3, label="mean")

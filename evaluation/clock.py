@@ -293,7 +293,8 @@ def report_of(
     """Every runner, the best fixed length among them, predicted and clocked on the same rows; rows of one prompt, such
     as the turns of a conversation, count together. `on_clock`: what each runner did, with its seconds (`clock`).
     """
-    predicted, clocked = {}, {}
+    predicted = {}
+    clocked = {}
     for runner, played in zip(runners, on_clock, strict=True):
         # the error of the times is left out on both sides: the clock shows it
         same = replace(runner, played=played, arm=None, times=None)

@@ -96,7 +96,8 @@ class Result:
         """Throughput in per cent of a bound's; NaN where the trace does not know the bound."""
         if bound is None:
             return float("nan")
-        seconds, tokens = bound.throughput.seconds.sum() / self.throughput.seconds.sum(), self.throughput.tokens.sum()
+        seconds = bound.throughput.seconds.sum() / self.throughput.seconds.sum()
+        tokens = self.throughput.tokens.sum()
         return float(100 * seconds * (tokens / bound.throughput.tokens.sum()))
 
 

@@ -69,7 +69,8 @@ class TimeErrors(NamedTuple):
         return max(self.drafting, verifying, *self.stopping.values())
 
 
-NO_STOPS, CERTAIN = StopShares("stops free", {}), TimeErrors()
+NO_STOPS = StopShares("stops free", {})
+CERTAIN = TimeErrors()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def in_turns(
 
 def turns_within(budget_s: float, fewest: int, *, desc: str, unit: str) -> Iterator[int]:
     """Numbers of turns, at least `fewest`, until another one would exceed the budget by the mean of those before."""
-    started_s, number = perf_counter(), 0
+    started_s = perf_counter()
+    number = 0
     with Bar(total=fewest, desc=desc, unit=unit) as bar:
         while number < bar.total:
             yield number

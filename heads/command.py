@@ -190,7 +190,8 @@ def import_(
     mixing_ratio: float | None = 0.15,
 ) -> Path:
     """Run `acceptance-heads import`; `configs.making` documents its flags."""
-    out_path, pair = local_path(out, "--out"), config.pair
+    out_path = local_path(out, "--out")
+    pair = config.pair
     of_source = replace(pair, draft=replace(pair.draft, path=source))
     is_dspark = released_layout_of(of_source.draft) == "dspark"
     if is_dspark and reject_weight is not None:
@@ -267,7 +268,8 @@ def load_sweep(checkpoint: Path) -> Sweep:
 def save_whole(head: AcceptanceHead, path: Path) -> Path:
     """Save a head atomically, also over another head; ValueError if something else is there, or the disk is full."""
     with atomic_directory(path) as folder:
-        config, is_head = path / "config.json", path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
+        config = path / "config.json"
+        is_head = path.is_dir() and {entry.name for entry in path.iterdir()} <= {*FILES}
         if is_head and config.is_file():
             is_head = read_json(config, remedy="move it away").get("architectures") == [AcceptanceHead.__name__]
         if path.exists() and not is_head:
@@ -311,7 +313,8 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
 
 def confidence_data(config: Config) -> tuple[FeatureData, DSpark]:
     """An experiment's data, as prefix heads read it, and its draft; ValueError if that has no confidence head."""
-    path, sets = config.pair.draft.path, config.heads
+    path = config.pair.draft.path
+    sets = config.heads
     if released_layout_of(config.pair.draft) != "dspark":
         raise ValueError(f"pair.draft is {path}, which is not a DSpark draft; set it to one with a confidence head")
     sets = replace(sets, timings=("prefix",), scalars=(True,), embeddings=(False,), specdec=False, states="cached")
@@ -332,7 +335,8 @@ def _export_sts(config: Config, path: Path) -> Path:
     for batch in data.loader("dev"):
         features = of_timing(batch, "prefix")
         logits = draft.confidence(features.hidden.float().to(draft.device, draft.dtype)).cpu()
-        prob, lengths = batch["drawn"].acceptance_prob.float(), features.row_lengths.tolist()
+        prob = batch["drawn"].acceptance_prob.float()
+        lengths = features.row_lengths.tolist()
         rows = zip(logits.split(lengths), prob.split(lengths), strict=True)
         blocks += [torch.stack(row) for row in rows if len(row[0]) == draft.block_size]
     if not blocks:

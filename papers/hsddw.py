@@ -53,7 +53,8 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> 
     first = {method: {"": method} for method in (*methods, _PEARL)}
     marks = ("Pre-verify", "Self-verify", "HSDDW")
     ablation = {name: dict(zip(marks, marked, strict=True)) for name, marked in _ABLATION.items()}
-    third, fourth = [], []
+    third = []
+    fourth = []
     for dataset in experiment.datasets:
         encoded = experiment.encoded(dataset, "test")
         played = StoredLoop(experiment, dataset).play([*members, *rivals], "test", repeats=repeats)
@@ -105,7 +106,8 @@ def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[l
     gamma = max(1, round(t_target_s / times.t_draft_s))
     models = trio.target, trio.draft
     decoder = PearlDecoder(*models, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
-    generator, num_tokens = torch.Generator().manual_seed(experiment.decode.seed), experiment.decode.max_new_tokens
+    generator = torch.Generator().manual_seed(experiment.decode.seed)
+    num_tokens = experiment.decode.max_new_tokens
     steps = [step for ids in prompts for step in decoder.generate(ids, num_tokens, generator=generator).rounds]
     seconds = sum(max(times.t_draft_s * len(step.drafted), t_target_s) for step in steps)
     return sum(len(step.emitted) for step in steps) * t_target_s / seconds
@@ -118,7 +120,8 @@ def mathematics(dataset: str, results: Mapping[str, Result], categories: Sequenc
         return []
     rows = []
     for row, name in {"AT": NO_DRAFT, "SD": PLAIN, "HSDDW": HSDDW}.items():
-        throughput, alone = results[name].throughput, results[NO_DRAFT].throughput
+        throughput = results[name].throughput
+        alone = results[NO_DRAFT].throughput
         cells = speed_ups(throughput, alone, ["All"] * len(columns)) | speed_ups(throughput, alone, columns)
         rows.append({"": row} | {column: f"{speed:.2f}x" for column, speed in cells.items()})
     return [Table(f"HSDDW Table 3: {dataset}, speed-up, {_CLOCKED}", rows)]

@@ -61,7 +61,8 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
         )
     folder = trace_folder(experiment)
     folder.complete()
-    tests, times = {dataset: folder.load(dataset).test for dataset in experiment.datasets}, costs_for(experiment)
+    tests = {dataset: folder.load(dataset).test for dataset in experiment.datasets}
+    times = costs_for(experiment)
     longest = experiment.decode.max_draft_length
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
 
@@ -131,7 +132,8 @@ def forward_times(experiment: Experiment, head: AcceptanceHead) -> Table:
 
 def generations(experiment: Experiment, prompts: Sequence[list[int]], head: AcceptanceHead) -> dict[str, list[Clocked]]:
     """Generations of every setting over the prompts, in turns, none ended by an EOS."""
-    loop, decode = loop_of(experiment), experiment.decode
+    loop = loop_of(experiment)
+    decode = experiment.decode
     of_draft = replace(loop, pair=replace(loop.pair, target=loop.pair.draft))
     decoders = {
         "draft": [of_draft.decoder(FixedLength(0))],

@@ -76,7 +76,8 @@ def svip_tables(experiment: Experiment) -> list[Table]:
     """Both tables of this pair's sampling."""
     folder = trace_folder(experiment)
     folder.complete()
-    traces, times = {dataset: folder.load(dataset) for dataset in experiment.datasets}, costs_for(experiment)
+    traces = {dataset: folder.load(dataset) for dataset in experiment.datasets}
+    times = costs_for(experiment)
     threshold, why = threshold_for(Path(experiment.models.target.path).name, next(iter(traces.values())).dev, times)
     methods: dict[str, Policy] = {"Const.": FixedLength(5), "Heuristics": Heuristic(5), "SVIP": Entropy(threshold)}
     longest = experiment.decode.max_new_tokens
@@ -152,7 +153,8 @@ class Draft(NamedTuple):
     """Levels between two evaluations of a stop, as settings."""
 
 
-CHAIN, CAPE = Draft("chain", 4), Draft("CaPE", 4, SHAPES["cape"])
+CHAIN = Draft("chain", 4)
+CAPE = Draft("CaPE", 4, SHAPES["cape"])
 EAGLE_2 = Draft("EAGLE-2", 6, SHAPES["eagle2"], every=({"every": 2}, {"every": 1}))
 
 
@@ -178,15 +180,18 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
     """The part of Tables 3 and 4 that this draft makes; ValueError for no test or dev prompts, and for a draft or a
     target that cannot hold a tree.
     """
-    stops, drafting = stops_of(experiment, specs), experiment.pair.drafting
+    stops = stops_of(experiment, specs)
+    drafting = experiment.pair.drafting
     drafts = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
     drafts |= {"4": [EAGLE_2]} if not isinstance(drafting, Glide) else {}
     lengths = lengths_of(experiment, [draft for of_table in drafts.values() for draft in of_table])
-    sets, models = experiment.datasets, PairModels(lambda: experiment.pair, holds_trees=True)
+    sets = experiment.datasets
+    models = PairModels(lambda: experiment.pair, holds_trees=True)
     num_dev = sum(len(experiment.prompt_ids(name, "dev")) for name in sets)
     tests = [(name, prompt) for name in sets for prompt, _ in experiment.encoded(name, "test")]
     columns = [(prompt.category if len(sets) == 1 else "") or name for name, prompt in tests]
-    made, tables = partial(competitor_of, experiment, models), []
+    made = partial(competitor_of, experiment, models)
+    tables = []
     for number, of_table in drafts.items():
         folder = f"svip-table-{number}/{Path(experiment.models.draft.path).name}"
         loops = [StoredLoop(experiment, name, folder=folder) for name in sets]
@@ -209,7 +214,8 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
 
 def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
     """Fixed lengths to choose from; ValueError if drafts may not be as long as the published ones."""
-    longest, published = experiment.decode.max_draft_length, max(draft.published for draft in drafts)
+    longest = experiment.decode.max_draft_length
+    published = max(draft.published for draft in drafts)
     if longest < published:
         raise ValueError(
             f"decode.max_draft_length is {longest}, and a draft of this table has a published length of {published}; "
@@ -230,7 +236,8 @@ def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
             raise ValueError(
                 f"--stops names {kind}, an engine's rule, which `acceptance-heads flags` tunes; name a policy"
             )
-        policy, configured = experiment.policy(spec), experiment.decode.grid.get(kind)
+        policy = experiment.policy(spec)
+        configured = experiment.decode.grid.get(kind)
         grid = configured or registered(kind).values(experiment.decode.max_draft_length)
         grid = {key: values for key, values in grid.items() if key not in given}
         choices = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]

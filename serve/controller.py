@@ -26,7 +26,8 @@ _MEMORY = 0.95
 _ROW_MEMORY = 0.995
 """Decay of tokens and seconds per row of a round."""
 _PROBE_EVERY = 32
-_FEW, _MOST = 8.0, 2.0
+_FEW = 8.0
+_MOST = 2.0
 """After `_FEW` measurements, a new one is limited to `_MOST` times their mean."""
 _RIDGE = 0.1
 """Ridge penalty on the slope, relative to the squared mean number."""
@@ -46,7 +47,8 @@ class Measured:
             seconds = min(seconds, _MOST * self._seconds)
         self._weight = self._weight * _MEMORY + 1.0
         share = 1.0 / self._weight
-        distance, excess_s = number - self._number, seconds - self._seconds
+        distance = number - self._number
+        excess_s = seconds - self._seconds
         self._number, self._seconds = self._number + share * distance, self._seconds + share * excess_s
         self._square = (1.0 - share) * (self._square + share * distance * distance)
         self._product = (1.0 - share) * (self._product + share * distance * excess_s)
@@ -87,14 +89,20 @@ class MeasuredController(Controller):
         # a step in which other rows process their prompts does not measure verification
         if num_ended == num_rows > 0:
             self._target.add(num_tokens, now_s - self._at_s + self._first_s)
-        draft, target, num_more = self._draft.curve, self._target.curve, max(self._num_steps - 1, 0)
+        draft = self._draft.curve
+        target = self._target.curve
+        num_more = max(self._num_steps - 1, 0)
         if draft is not None and target is not None and num_ended:
-            self._costs, decay = BatchCosts(draft, target), _ROW_MEMORY**num_ended
+            self._costs = BatchCosts(draft, target)
+            decay = _ROW_MEMORY**num_ended
             seconds = float(target(num_tokens) + num_more * draft(self._num_rows))
             self._tokens = decay * self._tokens + num_emitted
             self._row_seconds = decay * self._row_seconds + num_ended * seconds
         self._idle = self._idle + 1 if self._num_steps < 2 else 0
-        self._num_rows, self._num_steps, self._first_s, self._at_s = num_rows, 0, 0.0, now_s
+        self._num_rows = num_rows
+        self._num_steps = 0
+        self._first_s = 0.0
+        self._at_s = now_s
 
     def step(self) -> None:
         """Record a draft step of all rows."""
@@ -103,7 +111,8 @@ class MeasuredController(Controller):
             self._draft.add(self._num_rows, now_s - self._at_s)
         else:
             self._first_s = now_s - self._at_s
-        self._num_steps, self._at_s = self._num_steps + 1, now_s
+        self._num_steps = self._num_steps + 1
+        self._at_s = now_s
 
     def continuing(self, expected_tokens: Any, num_tokens: int) -> Any:
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):

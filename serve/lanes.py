@@ -48,7 +48,9 @@ class Lane:
 
     def begin(self, room: int, stop_ids: frozenset[int]) -> None:
         self.run.begin(room)
-        self.tokens, self._stop_ids, self._is_open = [], stop_ids, True
+        self.tokens = []
+        self._stop_ids = stop_ids
+        self._is_open = True
 
     def take(self, token: int, drawn: AfterDraw) -> None:
         """Append a draft step's token, unless the policy stops before it."""
@@ -66,7 +68,8 @@ class Lane:
             if num_accepted < len(verified):
                 probs.append(0.0)
             self.run.end(len(verified), num_accepted, probs)
-        self._is_open, self.tokens = False, []
+        self._is_open = False
+        self.tokens = []
         return was_verified
 
 

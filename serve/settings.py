@@ -91,7 +91,9 @@ class Policies:
             ValueError: an invalid policy, or a head that does not fit.
             FileNotFoundError: no exported head at a path.
         """
-        self._settings, self._log, self._hidden_size = settings, warn, hidden_size
+        self._settings = settings
+        self._log = warn
+        self._hidden_size = hidden_size
         self._warnings: set[str] = set()
         self._models = {"draft": draft, "target": target}
         self.heads: dict[str, AcceptanceHead] = {}

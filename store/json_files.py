@@ -41,7 +41,9 @@ class KeyedStore:
 
     def __init__(self, path: Path, *, remedy: str, fields: Collection[str] = ()) -> None:
         """`path` need not exist yet; `remedy` ends messages about a broken line; every value must have `fields`."""
-        self.path, self._remedy, self._fields = path, remedy, fields
+        self.path = path
+        self._remedy = remedy
+        self._fields = fields
 
     def entries(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(key, value) of every key, in the order in which keys were first added; ValueError for a broken line."""

@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 _QUIET_S = 30.0  # longest time between two lines of a log
 _REFRESH_S = 1.0
-_COUNT, _SCALED = "{n:.0f}/{total_fmt} {unit}", "{n_fmt}{unit}/{total_fmt}{unit}"
+_COUNT = "{n:.0f}/{total_fmt} {unit}"
+_SCALED = "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
 def _size_of(terminal: Any) -> dict[str, Any]:
@@ -29,7 +30,8 @@ class Bar(tqdm):
     def __init__(self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, **settings: Any) -> None:
         """Arguments are tqdm's: `desc` is the work, such as "replay: tiny", `total` the number of units if known."""
         self._log = None if sys.stderr.isatty() else sys.stderr
-        self._tenth, self._last_count = -1, ""
+        self._tenth = -1
+        self._last_count = ""
         self._last_line_s = self._last_refresh_s = time.monotonic()
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
@@ -52,7 +54,8 @@ class Bar(tqdm):
         """Redraw the bar, or write a line to the log if one is due; `msg` and `pos` are tqdm's."""
         if self._log is None:
             return super().display(msg, pos)
-        tenth, count = int(10 * self.n / self.total + 1e-9) if self.total else 0, f"{self.n:.0f}"
+        tenth = int(10 * self.n / self.total + 1e-9) if self.total else 0
+        count = f"{self.n:.0f}"
         is_quiet = time.monotonic() - self._last_line_s > _QUIET_S
         if is_quiet or (tenth > self._tenth and count != self._last_count):
             self._last_count, self._last_line_s = count, time.monotonic()

@@ -31,7 +31,10 @@ from evaluation.gain import gain_of_turns
 from evaluation.turns import in_turns
 from lm import load_model
 
-LONGEST, NUM_TOKENS, REQUESTS_PER_ROW, ALONE = 20, 40, 2, "no speculation"
+LONGEST = 20
+NUM_TOKENS = 40
+REQUESTS_PER_ROW = 2
+ALONE = "no speculation"
 _MIN_REQUESTS = 4  # per turn, because prompts differ
 ARMS = {
     **{f"fixed length {k}": f"fixed_length:k={k}" for k in (2, 4, 6, 10)},
@@ -96,7 +99,8 @@ def timed(
     stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: Sequence[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
     """Time the two engines in turns, after one turn for warm-up; yields a summary after each turn."""
-    prompts, times = requests_of(pair_of_the_trio(), [""], 36), {}
+    prompts = requests_of(pair_of_the_trio(), [""], 36)
+    times = {}
     results = defaultdict[tuple[int, str], list[dict[str, Any]]](list)
     for turn in range(turns + 1):
         arms = (ALONE, *ARMS) if turn else (ALONE, "auto")
@@ -124,7 +128,8 @@ def cell(size: int, results: Turns) -> dict[str, Any]:
     """The arms at one concurrency. In a turn every arm generates equally many tokens, so ratios of seconds suffice."""
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
     best = max(fixed, key=lambda arm: speed(results[size, arm]))
-    base_turns, rows = results[size, best], {}
+    base_turns = results[size, best]
+    rows = {}
     for arm in (ALONE, *ARMS):
         turns = results[size, arm]
         gain = gain_of_turns(_each(base_turns, "cpu_seconds"), _each(turns, "cpu_seconds"))

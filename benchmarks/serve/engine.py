@@ -57,7 +57,8 @@ class Written:
 
         def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
             verified(stops, sampled, requests, batch, is_discarded)
-            self.stops, stops.lanes._controller._clock = stops, process_time
+            self.stops = stops
+            stops.lanes._controller._clock = process_time
             for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
                 if not is_prompt:
                     self.rounds[row.request].append([len(row.verified), row.num_accepted])
@@ -84,17 +85,22 @@ class Engine:
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Serve a batch; returns its result."""
         self._written.rounds.clear()
-        before, start_s, cpu_start_s = self._counters(), perf_counter(), process_time()
+        before = self._counters()
+        start_s = perf_counter()
+        cpu_start_s = process_time()
         with _illegal() if batch.get("is_illegal") else nullcontext():
             finished = self._finished(batch)
         elapsed = {"seconds": perf_counter() - start_s, "cpu_seconds": process_time() - cpu_start_s}
         names = [f"{batch['name']}/{index}" for index in range(len(batch["requests"]))]
-        after, stops = self._counters(), self._written.stops
+        after = self._counters()
+        stops = self._written.stops
         costs = None if stops is None else stops.lanes._controller._costs
+        answers = [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names]
+        counters = {name: after[name] - before[name] for name in COUNTERS}
         return {
             **elapsed,
-            "answers": [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names],
-            "counters": {name: after[name] - before[name] for name in COUNTERS},
+            "answers": answers,
+            "counters": counters,
             "rss_mib": int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) // _PAGES_PER_MIB,
             "num_lanes": 0 if stops is None else len(stops.lanes._alive),
             "times": None if costs is None else {name: curve.seconds for name, curve in costs._asdict().items()},
@@ -102,7 +108,9 @@ class Engine:
 
     def _finished(self, batch: dict[str, Any]) -> dict[str, list[int]]:
         """Tokens of the requests that finished, by request id."""
-        engine, finished, num_steps = self._llm.llm_engine, dict[str, list[int]](), 0
+        engine = self._llm.llm_engine
+        finished = dict[str, list[int]]()
+        num_steps = 0
         waiting = deque(enumerate(batch["requests"]))
         while waiting or engine.has_unfinished_requests():
             while waiting and engine.get_num_unfinished_requests() < batch.get("concurrency", len(batch["requests"])):

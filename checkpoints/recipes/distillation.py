@@ -90,9 +90,11 @@ def read_target(
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights = target.get_output_embeddings().weight[:64].float().sum().item()
-    starts, paths = range(0, len(texts), _TEXTS_PER_SHARD), []
+    starts = range(0, len(texts), _TEXTS_PER_SHARD)
+    paths = []
     for index, start in enumerate(Bar(starts, desc="the target reads", unit="shards")):
-        path, part = directory / f"readings-{index:05d}.safetensors", texts[start : start + _TEXTS_PER_SHARD]
+        path = directory / f"readings-{index:05d}.safetensors"
+        part = texts[start : start + _TEXTS_PER_SHARD]
         key = sha256(json.dumps([part, list(layer_ids), weights]).encode()).hexdigest()[:16]
         if not is_whole(path):
             write_shard(path, _shard(target, part, layer_ids), key=key, texts=len(part))
@@ -107,7 +109,8 @@ def read_target(
 def load_readings(path: Path) -> Iterator[Reading]:
     """The readings in a shard."""
     tensors = load_file(path)
-    lengths, num_prompt = tensors["lengths"].tolist(), tensors["num_prompt"].tolist()
+    lengths = tensors["lengths"].tolist()
+    num_prompt = tensors["num_prompt"].tolist()
     num_response = (tensors["lengths"] - tensors["num_prompt"]).tolist()
     columns = [tensors[name].split(lengths) for name in ("ids", "features")]
     columns += [tensors[name].split(num_response) for name in ("likeliest", "log_p")]
@@ -176,11 +179,13 @@ def divergences_and_rates(
     p = batch.log_p[batch.is_learned].float().exp()
     indices = draft.index_of[batch.likeliest[batch.is_learned]]
     p = p * (indices >= 0)
-    mass, indices = p.sum(-1), indices.clamp(min=0)
+    mass = p.sum(-1)
+    indices = indices.clamp(min=0)
     is_counted = (mass >= _MIN_MASS).float()
     renormalised = p / mass.clamp(min=1e-6).unsqueeze(-1)
     entropy = -(renormalised * renormalised.clamp(min=1e-9).log()).sum(-1)
-    divergences, rates = [], []
+    divergences = []
+    rates = []
     for logits in draft.logits(batch, num_depths):
         log_q = logits.float().log_softmax(-1).gather(-1, indices)
         divergence = -(renormalised * log_q).sum(-1) - entropy
@@ -194,7 +199,8 @@ def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillati
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
-    size, epochs = settings.batch_size, range(settings.num_epochs)
+    size = settings.batch_size
+    epochs = range(settings.num_epochs)
     num_texts = {shard: read_sidecar(shard, keys=("texts",))["texts"] for shard in training}
     groups = [group for epoch in epochs for group in _groups(training, settings, epoch)]
     num_steps = sum(-(-sum(num_texts[shard] for shard in group) // size) for group in groups)
@@ -207,7 +213,8 @@ def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillati
 
     key = asdict(settings) | {"readings": [read_sidecar(shard, keys=("key",))["key"] for shard in paths]}
     key["shapes"] = {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()}
-    pupils, batches = [Pupil(draft.module, loss, has_muon=False)], _batches(training, settings, epochs)
+    pupils = [Pupil(draft.module, loss, has_muon=False)]
+    batches = _batches(training, settings, epochs)
     rate = settings.learning_rate
     fit(pupils, batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
     return {"steps": num_steps, **_figures(draft, held_out, settings), **asdict(settings)}

@@ -47,7 +47,8 @@ DEPTH_WEIGHT = 0.8  # of each draft position over the one before
 _BLOCK_SIZE = 5  # of GliDe: cross-attention sees the target's keys up to the block before
 _NUM_TRAINED_DEPTHS = 3  # of EAGLE
 _NO_KEYS = ("architectures", "dtype", "transformers_version")  # of the target's config; its draft has its own
-_ENTROPY_WEIGHT, _DISTANCE_WEIGHT = 0.1, 0.9
+_ENTROPY_WEIGHT = 0.1
+_DISTANCE_WEIGHT = 0.9
 _DECAY = 4.0  # positions over which the weight falls to 1 / e
 
 
@@ -67,11 +68,14 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
     config = layer_config(target, is_tied=kind == "glide")
     draft: Eagle | Glide
     if kind == "eagle":
-        draft, embedding = Eagle(config), body.embed_tokens
+        draft = Eagle(config)
+        embedding = body.embed_tokens
     else:
         num_heads = config.large_num_attention_heads = target_config.num_attention_heads
-        config.large_hidden_size, config.block_size = num_heads * target_config.head_dim, _BLOCK_SIZE
-        draft, embedding = Glide(config, target_config.num_hidden_layers), target.get_output_embeddings()
+        config.large_hidden_size = num_heads * target_config.head_dim
+        config.block_size = _BLOCK_SIZE
+        draft = Glide(config, target_config.num_hidden_layers)
+        embedding = target.get_output_embeddings()
         draft.norm.load_state_dict(body.norm.state_dict())
         draft.layers[0].load_state_dict(body.layers[0].state_dict(), strict=False)  # all but cross-attention
         torch.nn.init.zeros_(draft.layers[0].get_parameter("cross_attn.o_proj.weight"))
@@ -93,7 +97,8 @@ def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, "
         mask = delayed(reading.tokens.shape[1], draft.config.block_size)
         return reading.divergence(_glide_log_q(draft, reading, mask))
     assert isinstance(draft, Eagle)
-    is_learned, losses = reading.is_learned[:, 1:], []
+    is_learned = reading.is_learned[:, 1:]
+    losses = []
     for depth, outputs in enumerate(islice(unrolled(draft, reading.tokens, reading.states), _NUM_TRAINED_DEPTHS)):
         states = outputs.states[is_learned]
         divergence = reading.divergence(draft.logits(states).log_softmax(-1))
@@ -139,7 +144,8 @@ def unrolled(
     reads the output of entry t - 1 at depth k. It sees the entries up to t - k at depth 1 and those of its draft:
     t - k + m at depth m + 1. The first k entries have no root, and their outputs mean nothing.
     """
-    cache, positions = DynamicCache(), torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
+    cache = DynamicCache()
+    positions = torch.arange(tokens.shape[1] - 1).expand(len(tokens), -1)
     distance = positions[0][:, None] - positions[0]  # [entry, visible entry]
     inputs = draft.entering(states[:, :-1])
     for depth in count():
@@ -209,7 +215,8 @@ def new_dspark(target: PreTrainedModel, recipe: DSparkRecipe) -> DSpark:
     values |= {"num_hidden_layers": recipe.num_layers, "rope_parameters": dict(of_target.rope_parameters)}
     config = Qwen3Config(**values, tie_word_embeddings=False)
     config.markov_head_type, config.mask_token_id = "vanilla", of_target.pad_token_id  # no text has this token
-    config.target_layer_ids, config.num_target_layers = [1, num_layers // 2 - 1, num_layers - 2], num_layers
+    config.target_layer_ids = [1, num_layers // 2 - 1, num_layers - 2]
+    config.num_target_layers = num_layers
     config.enable_confidence_head = config.confidence_head_with_markov = True
     draft: Any = DSpark(config)
     draft.norm.load_state_dict(cast(Any, target.base_model).norm.state_dict())

@@ -75,7 +75,10 @@ class _Run(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.pupil_modules = nn.ModuleList([pupil.module for pupil in pupils])
-        self._pupils, self._num_steps, self._path, self._key = pupils, num_steps, path, key
+        self._pupils = pupils
+        self._num_steps = num_steps
+        self._path = path
+        self._key = key
         self._optimisers = [_optimisers_of(pupil, learning_rate) for pupil in pupils]
         self._step, self._saved_s = 0, time.monotonic()
 

@@ -87,7 +87,8 @@ def small(
 
 def _train(target: str, responses: str, out: str, new_draft: Callable[..., Draft], settings: Distillation) -> None:
     """Read the target, train a draft on that, and write it with its figures."""
-    directory, model = Path(local_path(out, "--out")), load_model(ModelSource(path=target))
+    directory = Path(local_path(out, "--out"))
+    model = load_model(ModelSource(path=target))
     every_text = distillation.read_responses(Path(local_path(responses, "--responses")))
     texts = distillation.without_leakage(every_text)
     if num_dropped := len(every_text) - len(texts):
@@ -122,7 +123,8 @@ class Eagle3Draft:
     """The draft in training, initialised from the target; the last of the shards `paths` is held out."""
 
     def __init__(self, target: PreTrainedModel, paths: Sequence[Path], *, vocab_size: int) -> None:
-        config, of_target = layer_config(target, is_tied=False), target.config.get_text_config()
+        config = layer_config(target, is_tied=False)
+        of_target = target.config.get_text_config()
         body: Any = target.base_model
         target_ids = likeliest_tokens(paths[:-1], vocab_size, vocab_size=of_target.vocab_size)
         # standard deviations, from the median absolute values, which a few huge entries do not move

@@ -24,7 +24,10 @@ from store.progress import Bar
 
 MAX_TOKENS = 1024  # context of the trio
 NUM_DEPTHS = 5  # draft positions at which drafts are measured
-PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}" + ASSISTANT + "\n{{ message.content }}" + END + "\n"
@@ -85,7 +88,9 @@ def story_batches(
     An epoch has every story once, except for those that do not fill a chunk of 16 batches.
     """
     rows = [encode_story(story, tokenizer) for story in Bar(texts, desc="tokenize", unit="stories")]
-    rng, order, numbers = Random(seed), list(range(len(rows))), count()
+    rng = Random(seed)
+    order = list(range(len(rows)))
+    numbers = count()
     chunk_size = min(len(rows), batch_size * _BATCHES_SORTED_TOGETHER)
     while True:
         rng.shuffle(order)
@@ -133,7 +138,8 @@ class TargetReading(NamedTuple):
     @torch.no_grad()
     def of(cls, target: PreTrainedModel, batch: StoryBatch) -> "TargetReading":
         """Run the target on a batch."""
-        tokens, is_learned = batch.ids[:, :-1], batch.is_learned.clone()
+        tokens = batch.ids[:, :-1]
+        is_learned = batch.is_learned.clone()
         is_learned[:, :NUM_DEPTHS] = False
         output = target.base_model(input_ids=tokens, use_cache=True)
         log_p = target.get_output_embeddings()(output.last_hidden_state[is_learned]).log_softmax(-1)

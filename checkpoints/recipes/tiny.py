@@ -98,12 +98,14 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
     batches = texts.story_batches(train_stories, tokenizer, batch_size=recipe.batch_size, seed=seed)
     models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
     target, *drafts = models.values()
-    num_steps, rate = recipe.target_steps, recipe.learning_rate
+    num_steps = recipe.target_steps
+    rate = recipe.learning_rate
     pupils = [Pupil(target, partial(text_loss, target))]
     fit(pupils, batches, title="train target", num_steps=num_steps, learning_rate=rate)
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
     pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
-    readings, num_steps = map(partial(TargetReading.of, target), batches), recipe.distil_steps
+    readings = map(partial(TargetReading.of, target), batches)
+    num_steps = recipe.distil_steps
     fit(pupils, readings, title="distil draft and micro", num_steps=num_steps, learning_rate=rate)
     for name, model in models.items():
         with atomic_directory(directory / name) as folder:
@@ -119,14 +121,18 @@ def make_drafts(
     out_dir: str | Path, kinds: Sequence[str], *, seed: int = 0, recipe: Recipe = RECIPE, overwrite: bool = False
 ) -> None:
     """Train drafts for `out_dir`/target on the same batches, and write them with figures on the test split; resumes."""
-    directory, is_dspark = local_path(out_dir, "--dir"), "dspark" in kinds
+    directory = local_path(out_dir, "--dir")
+    is_dspark = "dspark" in kinds
     _refuse_present(directory, kinds, overwrite=overwrite)
     source = ModelSource(path=str(directory / "target"), dtype="float32", device_map="cpu")
-    target, tokenizer = load_model(source).requires_grad_(False), load_tokenizer(source)
+    target = load_model(source).requires_grad_(False)
+    tokenizer = load_tokenizer(source)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     settings: DraftRecipe = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
-    size, num_steps, work = settings.batch_size, settings.num_steps, directory / f"{'-'.join(kinds)}-work"
+    size = settings.batch_size
+    num_steps = settings.num_steps
+    work = directory / f"{'-'.join(kinds)}-work"
     stories = texts.new_stories(seed, size * num_steps)
     batches: Iterator[Any] = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
     drafts: dict[str, Any]
@@ -137,8 +143,10 @@ def make_drafts(
         batches = map(partial(TargetReading.of, target), batches)
         drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
         pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
-    title, key = f"train {' and '.join(kinds)}", asdict(settings) | {"seed": seed}
-    rate, path = settings.learning_rate, work / "checkpoint.pt"
+    title = f"train {' and '.join(kinds)}"
+    key = asdict(settings) | {"seed": seed}
+    rate = settings.learning_rate
+    path = work / "checkpoint.pt"
     fit(pupils, batches, title=title, num_steps=num_steps, learning_rate=rate, path=path, key=key)
     held_out = texts.held_out(tokenizer, size, seed)
     for kind, draft in drafts.items():

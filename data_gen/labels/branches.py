@@ -16,7 +16,8 @@ from lm.selfcheck import check, ids_of_plan, refusal_of
 
 States = Float[Tensor, "fed hidden"]
 _MAX_READ = 2**14  # tokens, padding included, of continuations that are read again in one forward
-_PREFIX, _BRANCHES = (1, 2, 3, 1, 2), ((2, (3, 1)), (4, (2, 2, 3)))
+_PREFIX = (1, 2, 3, 1, 2)
+_BRANCHES = ((2, (3, 1)), (4, (2, 2, 3)))
 """A text of the check, and its continuations: (tokens of the text that one sees, its own tokens)."""
 
 
@@ -33,7 +34,8 @@ class BranchMask:
 
     def feed(self, owners: Fed) -> tuple[Fed, Mask]:
         """Append an entry to each of the continuations `owners`, in turn: their positions, and their mask."""
-        num_before, starts = len(self._owners), self._starts[owners]
+        num_before = len(self._owners)
+        starts = self._starts[owners]
         self._owners = torch.cat([self._owners, owners])
         in_branch = (self._owners == owners[:, None]).tril(num_before)  # earlier entries of its owner, and itself
         return starts + in_branch.sum(-1) - 1, visible(starts - 1, self._num_text, in_branch)
@@ -77,7 +79,8 @@ class ReadText:
     @torch.inference_mode()
     def feed(self, tokens: Fed, owners: Fed) -> States:
         """Append a token to each of the continuations `owners`, in turn: the hidden states after them."""
-        tokens, owners = tokens.to(self._device), owners.to(self._device)
+        tokens = tokens.to(self._device)
+        owners = owners.to(self._device)
         if self._reads_again:
             return self._read_again(tokens, owners)
         positions, mask = self._mask.feed(owners)
@@ -119,7 +122,8 @@ def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, T
     """(hidden states of a branch beside the others, those of the branch alone) of every branch."""
     prefix = ids_of_plan(model, _PREFIX, seed)
     branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
-    text, device = ReadText(model, prefix), device_of(model)
+    text = ReadText(model, prefix)
+    device = device_of(model)
     text.begin(torch.tensor([num for num, _ in branches]))
     fed = [(token, owner) for owner, (_, ids) in enumerate(branches) for token in ids]
     hidden = text.feed(*torch.tensor(fed).T).split([len(ids) for _, ids in branches])

@@ -57,8 +57,11 @@ class ChainLabeller:
         """Labels of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has broken
         rows. Tokens are drawn with `uniform`, in float64.
         """
-        rows, columns = [_no_labels()], [_no_labels()]
-        lengths, broken, start = [torch.empty(0, dtype=torch.int64)], dict[int, str](), 0
+        rows = [_no_labels()]
+        columns = [_no_labels()]
+        lengths = [torch.empty(0, dtype=torch.int64)]
+        broken = dict[int, str]()
+        start = 0
         for row, exchange in enumerate(exchanges):
             end = start + len(exchange.response_ids)
             try:
@@ -82,7 +85,8 @@ class ChainLabeller:
         """Every step of a draft from each position of one response, and [position] whether that draft is stored. Drafts
         that are not have one step, as the rows need it.
         """
-        prompt, response = exchange.prompt_ids, exchange.response_ids
+        prompt = exchange.prompt_ids
+        response = exchange.response_ids
         ids = read_ids(self.draft, prompt, response)
         check_branches(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
         chains = rollouts_of(self.target, self.draft, ids)
@@ -102,7 +106,8 @@ class ChainLabeller:
 
     def _with_target(self, steps: dict[str, Tensor], chains: Rollouts, begins: Tensor) -> dict[str, Tensor]:
         """The labels of some steps by both models, on the CPU."""
-        columns, q = {name: steps[name] for name in ("draft_ids", *NUMBERS) if name in steps}, steps["q"]
+        columns = {name: steps[name] for name in ("draft_ids", *NUMBERS) if name in steps}
+        q = steps["q"]
         p_logits = self._p_logits(chains, begins, steps["draft_ids"], steps["owner"]).to(q.device)
         p = self.sampling.probs(p_logits.float())
         columns |= label_target(p, columns, q, q_logits=steps["q_logits"], p_logits=p_logits)
@@ -111,7 +116,9 @@ class ChainLabeller:
     def _steps(self, chains: Rollouts, begins: Tensor, limits: Tensor, uniform: Tensor) -> dict[str, Tensor]:
         """The labels, q, q_logits and `owner` (its draft) of each step of the drafts, draft by draft."""
         state = chains.begin(begins)
-        limits, alive, steps = limits.to(state.device), torch.arange(len(begins), device=state.device), []
+        limits = limits.to(state.device)
+        alive = torch.arange(len(begins), device=state.device)
+        steps = []
         eos = torch.tensor(sorted(self.eos_ids), device=state.device)
         for index in range(self.draft_length):
             logits = self.draft.logits(state)[..., : self.vocab_size]
@@ -131,7 +138,8 @@ class ChainLabeller:
     ) -> Float[Tensor, "drafted vocab"]:
         """The target's logits for each drafted token, in one forward over all but the last of each draft."""
         device = output_device_of(self.target)
-        tokens, owners = tokens.to(device), owners.to(device)
+        tokens = tokens.to(device)
+        owners = owners.to(device)
         is_first = owners.diff(prepend=owners[:1] - 1) > 0
         is_fed = ~is_first.roll(-1)
         first = chains.target_text.begin(begins).to(device)

@@ -98,13 +98,12 @@ class Labeller:
             else _states(model, sequences, starts)
             for name, model in self._models.items()
         }
-        parts = [
-            self._label_chunk(
-                {name: hidden[chunk] for name, hidden in states.items()},
-                {name: value[chunk] for name, value in inputs.items()},
-            )
-            for chunk in forwards.chunks(max(1, len(next(iter(states.values())))), self._chunk_rows())
-        ]
+        parts = []
+        num_rows = max(1, len(next(iter(states.values()))))
+        for chunk in forwards.chunks(num_rows, self._chunk_rows()):
+            of_states = {name: hidden[chunk] for name, hidden in states.items()}
+            of_inputs = {name: value[chunk] for name, value in inputs.items()}
+            parts.append(self._label_chunk(of_states, of_inputs))
         return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
     def _chunk_rows(self) -> int:
@@ -117,7 +116,9 @@ class Labeller:
     def _label_chunk(self, states: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns of one chunk; only here does a [positions, vocabulary] matrix exist."""
         columns: dict[str, Tensor] = {}
-        logits, known, q = dict[str, Tensor](), dict(inputs), None
+        logits = dict[str, Tensor]()
+        known = dict(inputs)
+        q = None
         for name, model in self._models.items():
             logits[name], columns[f"{name} {_BROKEN}"] = self._logits(model, states[name])
         if self.draft is not None:
@@ -148,5 +149,6 @@ def _states(model: PreTrainedModel, sequences: Sequence[Sequence[int]], starts: 
     """`forwards.hidden_states`, also of no sequence."""
     if sequences:
         return forwards.hidden_states(model, sequences, starts)
-    width, device = model.config.get_text_config().hidden_size, forwards.output_device_of(model)
+    width = model.config.get_text_config().hidden_size
+    device = forwards.output_device_of(model)
     return torch.empty(0, width, dtype=model.dtype, device=device)

@@ -78,9 +78,11 @@ class Rollouts:
     @torch.inference_mode()
     def feed(self, tokens: Fed, owners: Fed) -> Float[Tensor, "fed hidden"]:
         """Feed one more token, drawn from its last distribution, to each of some rollouts: the hidden states after."""
-        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        tokens = tokens.to(self.draft.device)
+        owners = owners.to(self.draft.device)
         positions, mask = self._mask.feed(owners)
-        states, num_known = self._states[owners][None], self._lengths[owners] - 1
+        states = self._states[owners][None]
+        num_known = self._lengths[owners] - 1
         outputs = self._run(tokens, positions, states, num_known, mask[None, None])
         self._states[owners] = outputs.states[0]
         return outputs.hidden[0]
@@ -118,7 +120,8 @@ class BlockRollouts(Rollouts):
     @torch.inference_mode()
     def feed(self, tokens: Fed, owners: Fed) -> Float[Tensor, "fed wide"]:
         """`hidden` of the next token of some blocks, after their newest token (`Rollouts.feed`)."""
-        tokens, owners = tokens.to(self.draft.device), owners.to(self.draft.device)
+        tokens = tokens.to(self.draft.device)
+        owners = owners.to(self.draft.device)
         self._indices[owners] += 1
         states = self._states[owners, self._indices[owners]]
         memory = None if self._memory is None else self._memory[owners]

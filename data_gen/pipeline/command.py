@@ -150,7 +150,8 @@ def _complete(
     missing = [spec for spec in specs if not is_done(spec, data)]
     done = [spec for spec in specs if retry_errors and spec not in missing]
     retried = [spec for spec in done if account([shard_path(data.dir, "rows", spec.split, spec.index)])[0]["error"]]
-    num_made, order = 0, stages_of(data)
+    num_made = 0
+    order = stages_of(data)
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
             for previous in order[: order.index(stage)][-1:]:
@@ -232,7 +233,8 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
 
 def check_settings(pair: PairConfig, data: DataConfig) -> None:
     """Raise ValueError for settings that contradict each other or miss something, before anything is loaded."""
-    sampling, is_feature_draft = Sampling(**vars(pair.sampling)), released_layout_of(pair.draft) is not None
+    sampling = Sampling(**vars(pair.sampling))
+    is_feature_draft = released_layout_of(pair.draft) is not None
     if data.template not in TEMPLATES:
         raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
     if data.mode != "together" and is_feature_draft:

@@ -87,7 +87,9 @@ def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[N
     """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
     into `num_gpus` slices; ValueError if one cannot be.
     """
-    pair, data, sliced = config.pair, config.data, sliced_models(config.pair)
+    pair = config.pair
+    data = config.data
+    sliced = sliced_models(config.pair)
     sources = {"target": pair.target, "draft": pair.draft, "micro": pair.micro}
     sizes = {name: size_of(source) for name, source in sources.items() if source is not None}
     slices = sizes | {name: size_of(getattr(pair, name), num_gpus) for name in sliced}
@@ -126,12 +128,14 @@ def size_of(source: ModelSource, num_slices: int = 1) -> Size:
     whole = model_config(source)
     if source.tp_plan is not None:
         check_slices(source, whole, num_slices)
-    text, width = whole.get_text_config(), dtype_bytes(source, whole)
+    text = whole.get_text_config()
+    width = dtype_bytes(source, whole)
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    tables, residuals = text.vocab_size * text.hidden_size * width, 4.0 * text.hidden_size * width
+    tables = text.vocab_size * text.hidden_size * width
+    residuals = 4.0 * text.hidden_size * width
     return Size(
         weights=tables + (weight_bytes(source) - tables) / num_slices,
         kv_per_position=2.0 * text.num_hidden_layers * key_heads * head_width * width / num_slices,

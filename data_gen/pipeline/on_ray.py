@@ -39,8 +39,10 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
 
     if is_own := not ray.is_initialized():  # a caller's Ray session is used and left running
         ray.init(log_to_driver=False, configure_logging=False, **_session(job.data.ray))
-    resources, num_done = job.data.ray, 0
-    num_workers, bundle = min(resources.num_workers, len(specs)), _bundle(resources)
+    resources = job.data.ray
+    num_done = 0
+    num_workers = min(resources.num_workers, len(specs))
+    bundle = _bundle(resources)
     group = placement_group([bundle] * num_workers)
     try:
         if not group.wait(_ROOM_S):
@@ -95,7 +97,9 @@ class _Actor:
 
     def __init__(self, job: Job, folder: str, driver: dict[str, str]) -> None:
         """`folder` and `driver`: the driver's working directory and versions."""
-        self._job, self._folder, self._driver = job, folder, driver
+        self._job = job
+        self._folder = folder
+        self._driver = driver
 
     @cached_property
     def _worker(self) -> Worker:

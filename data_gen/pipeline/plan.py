@@ -39,7 +39,9 @@ _LABEL_BYTES_PER_TOKEN = 37
 """Bytes of the labels of one token: eight float32, one int32, one bool."""
 _BUDGET_S = 30.0
 """Seconds that a sample may take, without loading the models."""
-_WARM_PROMPTS, _WARM_TOKENS, _FEWEST_PROMPTS = 2, 8, 4
+_WARM_PROMPTS = 2
+_WARM_TOKENS = 8
+_FEWEST_PROMPTS = 4
 _BATCHES_PER_SHARD = 4
 """Batches per shard from which `plan` accepts that a batch drains at its end. Of 256 sequences with 16 to 256 tokens,
 136 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
@@ -56,7 +58,9 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
         sample: number of prompts to make and time, at most half a minute; 0 loads no model.
         head_weights: weights of all heads together.
     """
-    pair, data, specs = config.pair, config.data, list[ShardSpec]()
+    pair = config.pair
+    data = config.data
+    specs = list[ShardSpec]()
     check_settings(pair, data)
     needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
     num_rows = (data.num_train or 0) + data.num_dev + data.num_test
@@ -71,13 +75,15 @@ def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str
     if num_rows == 0:
         print(f"{data.dir}: all shards are complete, nothing to do")
         return {"rows": 0}
-    prompts, is_cut = [prompt for spec in specs for prompt in spec.prompts], False
+    prompts = [prompt for spec in specs for prompt in spec.prompts]
+    is_cut = False
     if sample:
         check_lengths(pair, data)
         refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
         row, is_cut, origin = _measured(pair, data, prompts[:sample])
     else:
-        row, origin = _bound(pair, data), "upper bounds, nothing measured"
+        row = _bound(pair, data)
+        origin = "upper bounds, nothing measured"
     totals = _totals(config, data, num_rows, row) | {"is_cut": is_cut}
     totals["memory_bytes"] = {need.stage: need.total for need in needs}
     print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
@@ -92,7 +98,8 @@ def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> li
     if released_layout_of(config.pair.draft):
         print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
         return []
-    gpus, whose = memory.gpus_of(config.pair.gpus), "the GPUs of this machine"
+    gpus = memory.gpus_of(config.pair.gpus)
+    whose = "the GPUs of this machine"
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
     if config.pair.gpus:
         whose = f"pair.gpus {config.pair.gpus} (null: {whose})"
@@ -136,7 +143,9 @@ def _totals(config: Config, data: DataConfig, num_rows: int, row: Mapping[str, f
 def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tuple[dict[str, float], bool, str]:
     """Means of a row of a sample, whether the sample was shortened to stay within its time, and a phrase about it."""
     with tempfile.TemporaryDirectory() as folder:
-        sampled, spec, seconds = replace(data, dir=folder), ShardSpec("train", 0, tuple(prompts)), 0.0
+        sampled = replace(data, dir=folder)
+        spec = ShardSpec("train", 0, tuple(prompts))
+        seconds = 0.0
         for number, stage in enumerate(stages_of(data)):
             with Bar(total=len(prompts), unit="steps", desc="sample: loading models") as bar:
                 worker = Worker(Job(pair=pair, data=sampled, stage=stage))
@@ -150,7 +159,8 @@ def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tupl
         table = read_rows(
             shard_path(folder, "rows", spec.split, spec.index), ["prompt_ids", "response_ids"]
         ).to_pydict()
-        responses, limit = list(map(len, table["response_ids"])), sampled.max_new_tokens
+        responses = list(map(len, table["response_ids"]))
+        limit = sampled.max_new_tokens
         if not responses:
             raise ValueError(
                 f"none of the {len(prompts)} sampled prompts gave a row; raise --sample, or run `data` on few prompts"
@@ -165,7 +175,9 @@ def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tupl
             "disk_bytes": sum(path.stat().st_size for path in files) / sum(responses) * mean,
             "token_s": seconds / sum(responses),
         }
-        about = f"estimated from {len(spec.prompts)} sample prompts" + f" of at most {limit} tokens" * is_cut
+        about = f"estimated from {len(spec.prompts)} sample prompts"
+        if is_cut:
+            about += f" of at most {limit} tokens"
         return row, is_cut or len(spec.prompts) < len(prompts), about
 
 
@@ -217,7 +229,9 @@ def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> 
     )
     for label, name, unit in facts:
         print(f"  {label:<18}{totals[name]:>15,}{unit}")
-    disk_bytes, free_bytes, time_s = totals["disk_bytes"], totals["free_bytes"], totals["time_s"]
+    disk_bytes = totals["disk_bytes"]
+    free_bytes = totals["free_bytes"]
+    time_s = totals["time_s"]
     print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB of rows and labels, free {free_bytes / 1e9:,.1f} GB")
     _report_states(heads, totals)
     is_drained = data.rows_per_shard < _BATCHES_PER_SHARD * data.batch_size and totals["rows"] > data.rows_per_shard

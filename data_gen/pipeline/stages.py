@@ -72,7 +72,8 @@ def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:
     if prompt_set.shares is not None:
         return WEIGHTS
     prompts = splittable(prompt_set, config.seed)
-    num_dev, num_test = config.num_dev, 0 if prompt_set.test_split else config.num_test
+    num_dev = config.num_dev
+    num_test = 0 if prompt_set.test_split else config.num_test
     requested = {"train": config.num_train, "dev": num_dev, "test": num_test}
     pools = split_by_id(prompts, weights=WEIGHTS, seed=config.seed)
     if config.num_train is not None and all(len(pools[split]) >= (requested[split] or 0) for split in SPLITS):
@@ -142,12 +143,15 @@ def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: Dat
     """Write the labels and then the rows of a shard, so that rows on disk always have labels; the sidecar of the rows
     has the outcome of every prompt.
     """
-    num_rows, path_in = len(answers.exchanges), partial(shard_path, data.dir, split=spec.split, index=spec.index)
-    columns, layout = labelled.columns, labelled.layout or layout_of(answers.exchanges)
+    num_rows = len(answers.exchanges)
+    path_in = partial(shard_path, data.dir, split=spec.split, index=spec.index)
+    columns = labelled.columns
+    layout = labelled.layout or layout_of(answers.exchanges)
     sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other labels than these
     content = rows.to_safetensors(columns, layout)
     write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
-    of_rows, has_sets = labelled.of_rows or columns, len(sources_of(data)) > 1
+    of_rows = labelled.of_rows or columns
+    has_sets = len(sources_of(data)) > 1
     table = rows.to_parquet(answers.exchanges, of_rows, has_sets=has_sets)
     problems = [problem._asdict() for problem in answers.problems]
     account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}

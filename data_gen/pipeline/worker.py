@@ -94,7 +94,8 @@ class Worker:
             ValueError: models that do not fit each other or the tokenizer, or a server that lacks an ability; lengths
                 are checked by `check_lengths`.
         """
-        pair, data = job.pair, job.data
+        pair = job.pair
+        data = job.data
         torch.set_num_threads(pair.num_threads or torch.get_num_threads())
         self.job = job
         self.tokenizer = load_pair_tokenizer(pair)
@@ -109,7 +110,8 @@ class Worker:
         for name, model in models.items():
             check_width(model.config, vocab_size, name)
             check_outputs(model, vocab_size, name)
-        self._models, self._vocab_size = models, vocab_size
+        self._models = models
+        self._vocab_size = vocab_size
         self._latest = LatestRows(max_error_share=data.max_error_share)
         has_feature_draft = job.stage == "together" and "draft" not in models
         self._feature_draft = feature_draft_of(pair.draft, models["target"]) if has_feature_draft else None
@@ -119,7 +121,8 @@ class Worker:
         """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
-        data, sampling = self.job.data, self._sampling
+        data = self.job.data
+        sampling = self._sampling
         generation = load_generation_config(self.job.pair.target)
         check_unsent(data.server, sampling, generation.to_diff_dict() if generation else {})
         num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
@@ -200,7 +203,8 @@ class Worker:
             self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
 
     def _halve_batch(self, spec: ShardSpec) -> None:
-        data, size = self.data, min(self.data.batch_size, spec.num_requests) // 2
+        data = self.data
+        size = min(self.data.batch_size, spec.num_requests) // 2
         where = f"{self.job.stage}: out of memory at {spec.name} with data.batch_size {data.batch_size}"
         if self.job.is_sliced or size == 0:  # other slices did not run out, and wait in a forward of the full batch
             remedies = f"data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) or "
@@ -214,10 +218,12 @@ class Worker:
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
-        stage, columns = self.job.stage, dict[str, Tensor]()
+        stage = self.job.stage
+        columns = dict[str, Tensor]()
         if self.source is None:
             path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
-            answers, columns = stages.answers_in(path), safetensors.torch.load_file(path)
+            answers = stages.answers_in(path)
+            columns = safetensors.torch.load_file(path)
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":

@@ -18,7 +18,8 @@ from data_gen.prompts.files import Fields, Record
 _ID_FIELDS = ("id", "idx", "task_id", "question_id")
 _CONVERSATIONS = {"messages", "conversations", "conversation"}
 _QUESTIONS = ("instruction", "question", "prompt", "text")
-_CONTEXTS, _SYSTEMS = ("input", "context"), ("system", "system_prompt")
+_CONTEXTS = ("input", "context")
+_SYSTEMS = ("system", "system_prompt")
 _MESSAGES = "a list of messages with the strings 'role' and 'content', or 'from' and 'value'"
 _ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
@@ -208,7 +209,9 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
             f"expected one of the fields {', '.join(_FORMS)}; got {', '.join(sorted(record))}; map one of them, such "
             f"as data.prompts: {{path: ..., columns: {{prompt: {_likeliest(record)}}}}}"
         )
-    value, context, systems = record[form], "\n".join(_texts(record, _CONTEXTS)), _texts(record, _SYSTEMS)
+    value = record[form]
+    context = "\n".join(_texts(record, _CONTEXTS))
+    systems = _texts(record, _SYSTEMS)
     roles: tuple[str, ...] = ()
     if form in _CONVERSATIONS or _is_messages(value):
         messages = _messages_of(value)
@@ -243,8 +246,10 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
         ValueError: malformed messages, or another order than turns and replies in alternation.
     """
     record = {"messages": [dict(message) for message in messages]}
-    prompt, read = prompt_of(record, default_id="prompt"), _messages_of(record["messages"])
-    roles, replies = [role for role, _ in read], [text for role, text in read if role == "assistant"]
+    prompt = prompt_of(record, default_id="prompt")
+    read = _messages_of(record["messages"])
+    roles = [role for role, _ in read]
+    replies = [text for role, text in read if role == "assistant"]
     if [role == "assistant" for role in roles if role != "system"] != [False, True] * len(replies) + [False]:
         raise ValueError(
             f"messages have the roles {', '.join(roles)}; give turns and replies in alternation, a turn last"
@@ -297,7 +302,8 @@ def _after_history(history: Any, question: str, context: str) -> tuple[tuple[str
     )
     _check(is_list, "history to be a list of [question, reply], both strings", history)
     if history and context:  # it belongs to the question
-        question, context = f"{question}\n{context}", ""
+        question = f"{question}\n{context}"
+        context = ""
     return (*(pair[0] for pair in history), question), context
 
 

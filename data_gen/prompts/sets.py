@@ -132,7 +132,8 @@ def sources_of(config: DataConfig) -> dict[str, PromptSource]:
 
 def unreadable(config: DataConfig) -> tuple[dict[str, str], int]:
     """Location -> reason of each unreadable record, and the number of all records."""
-    problems, num_records = dict[str, str](), 0
+    problems = dict[str, str]()
+    num_records = 0
     for prompt_set in (set_of(source) for source in config.prompt_sources if not is_generated(source)):
         for part in dict.fromkeys((None, prompt_set.test_split)):
             prompts, failed = read(prompt_set, part)
@@ -188,7 +189,8 @@ def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, 
 def _pool(source: PromptSource, config: DataConfig, split: Split, count: int) -> list[Prompt]:
     if is_generated(source):
         return [Prompt(s.id, (s.prompt,), category=s.kind) for s in stories(split, count, seed=config.seed)]
-    prompt_set, first = set_of(source), first_split(config, set_name(source.path), source)
+    prompt_set = set_of(source)
+    first = first_split(config, set_name(source.path), source)
     own_test = _own_test(prompt_set, config.seed, first)
     if split == "test" and prompt_set.test_split is not None:
         return own_test
@@ -222,7 +224,8 @@ def _splits(
     first: FirstSplit | None = None,
 ) -> dict[Split, list[Prompt]]:
     num_first = len(prompts) if first is None else first["num_first"]
-    earlier, added = prompts[:num_first], prompts[num_first:]
+    earlier = prompts[:num_first]
+    added = prompts[num_first:]
     return split_by_id(
         without_duplicates(earlier, own_test) if own_test else earlier,
         weights=prompt_set.shares or config.split_weights or WEIGHTS,
@@ -282,7 +285,9 @@ def split_by_id(
             splits[split_within(prompt, first, seed)].append(prompt)
         return splits
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
-    test, dev, train = in_order[:num_test], in_order[num_test:][:num_dev], in_order[num_test + num_dev :]
+    test = in_order[:num_test]
+    dev = in_order[num_test:][:num_dev]
+    train = in_order[num_test + num_dev :]
     return {"train": train, "dev": dev, "test": test}
 
 
@@ -293,7 +298,8 @@ def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
 
 def without_duplicates(prompts: Iterable[Prompt], earlier: Iterable[Prompt] = ()) -> list[Prompt]:
     """The prompts whose content neither an earlier one has nor one of `earlier`."""
-    excluded, first_of = {prompt.content for prompt in earlier}, dict[tuple[str, ...], Prompt]()
+    excluded = {prompt.content for prompt in earlier}
+    first_of = dict[tuple[str, ...], Prompt]()
     for prompt in prompts:
         first_of.setdefault(prompt.content, prompt)
     return [prompt for content, prompt in first_of.items() if content not in excluded]
@@ -334,7 +340,8 @@ def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
     """The prompts of `read`; unreadable records are left out, and counted once on stderr."""
     prompts, problems = read(prompt_set, part)
     if problems:
-        num, (where, reason) = len(problems) + len(prompts), next(iter(problems.items()))
+        num = len(problems) + len(prompts)
+        (where, reason) = next(iter(problems.items()))
         say_once(
             f"{len(problems)} of {num:,} records cannot be read and are left out, the first at {where}: {reason}; "
             "`data` lists them in errors.jsonl"
@@ -380,7 +387,8 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # the final error reports the retries
-    name, files = prompt_set.data_files or prompt_set.path, prompt_set.data_files
+    name = prompt_set.data_files or prompt_set.path
+    files = prompt_set.data_files
     source = exact_source(prompt_set.path, files, _LOADED)
     try:
         records = load_dataset(name=prompt_set.name, split=part, **source)

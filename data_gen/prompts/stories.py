@@ -35,9 +35,11 @@ def _step(rng: Random, reasons: str, equation: str, subject: str = "") -> str:
 
 def story(rng: Random) -> Task:
     """Two to four changes to a number of things that somebody has."""
-    name, thing = _pick(rng, "names"), _pick(rng, "things")
+    name = _pick(rng, "names")
+    thing = _pick(rng, "things")
     start = total = rng.randint(12, 60)
-    events, lines = [], [f"At the start {name} has {start} {thing}."]
+    events = []
+    lines = [f"At the start {name} has {start} {thing}."]
     for _ in range(rng.choice((2, 2, 2, 3, 3, 4))):
         # mostly a loss when there are many things, a gain when there are few
         is_loss = total > 50 or (total > 20 and rng.random() < 0.5)
@@ -54,7 +56,8 @@ def story(rng: Random) -> Task:
 
 def receipt(rng: Random) -> Task:
     """Two positions of a price list, multiplied and added."""
-    name, things = _pick(rng, "names"), rng.sample(_WORDS["things"], 3)
+    name = _pick(rng, "names")
+    things = rng.sample(_WORDS["things"], 3)
     prices = [rng.randint(2, 9) for _ in things]
     bought = rng.sample(range(3), 2)
     counts = [rng.randint(2, 9) for _ in bought]
@@ -80,7 +83,8 @@ def stock(rng: Random) -> Task:
     if rng.random() < 0.5:
         lines.append(_step(rng, "gain_reasons", f"{x} + {y} = {x + y}"))
         return f"A shop has {listed}. How many {a} and {b} are there together?", lines, str(x + y)
-    more, less = max(x, y), min(x, y)
+    more = max(x, y)
+    less = min(x, y)
     lines.append(_step(rng, "loss_reasons", f"{more} - {less} = {more - less}"))
     return f"A shop has {listed}. By how much do the numbers of {a} and {b} differ?", lines, str(more - less)
 
@@ -90,10 +94,12 @@ def sort(rng: Random) -> Task:
     count = rng.randint(3, 5)
     if rng.random() < 0.6:
         items = [str(number) for number in rng.sample(range(2, 100), count)]
-        ordered, task = sorted(items, key=int), "Sort these numbers, the smallest first"
+        ordered = sorted(items, key=int)
+        task = "Sort these numbers, the smallest first"
     else:
         items = rng.sample(_WORDS["fruits"], count)
-        ordered, task = sorted(items), "Sort these words by the alphabet"
+        ordered = sorted(items)
+        task = "Sort these words by the alphabet"
     return f"{task}: {', '.join(items)}.", [_sequence(rng, ordered)], ", ".join(ordered)
 
 
@@ -109,7 +115,8 @@ def _calculation(rng: Random) -> tuple[str, int]:
     """("14 + 9", 23): a sum, a difference or a product, never negative."""
     sign = rng.choice("++--*")
     if sign == "*":
-        x, y = rng.randint(2, 9), rng.randint(2, 9)
+        x = rng.randint(2, 9)
+        y = rng.randint(2, 9)
         return f"{x} * {y}", x * y
     y, x = sorted((rng.randint(2, 60), rng.randint(2, 60)))
     return (f"{x} + {y}", x + y) if sign == "+" else (f"{x} - {y}", x - y)
@@ -136,7 +143,8 @@ def count(rng: Random) -> Task:
 
 def compare(rng: Random) -> Task:
     """Who of three has the most, and by how much more than another."""
-    names, thing = rng.sample(_WORDS["names"], 3), _pick(rng, "things")
+    names = rng.sample(_WORDS["names"], 3)
+    thing = _pick(rng, "things")
     numbers = rng.sample(range(2, 99), 3)
     ranked = sorted(zip(numbers, names, strict=True), reverse=True)
     (most, winner), (second, runner_up), _ = ranked
@@ -153,7 +161,8 @@ def compare(rng: Random) -> Task:
 def convert(rng: Random) -> Task:
     """A number of one unit in a smaller unit, and some of the smaller added."""
     unit, smaller, factor = _pick(rng, "units")
-    number, extra = rng.randint(2, 9), rng.randint(2, 20)
+    number = rng.randint(2, 9)
+    extra = rng.randint(2, 20)
     product = number * factor
     lines = [
         _step(rng, "group_reasons", f"{number} * {factor} = {product}"),

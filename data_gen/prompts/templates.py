@@ -189,7 +189,8 @@ def _has_all(text: str, messages: Sequence[Fields]) -> bool:
 
 def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the tokenizer adds the first <s>."""
-    bos, eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
+    bos = tokenizer.bos_token or ""
+    eos = tokenizer.eos_token or ""
     heads = [f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else "", *[""] * len(replies)]
     answers = [*(f" {reply.strip()} {eos}{bos}" for reply in replies), ""]
     turns = zip(heads, texts, answers, strict=True)

@@ -29,7 +29,9 @@ from lm.draws import draw, seed_of, uniforms
 from lm.forwards import alike, body_of, device_of, logits_of, refuse_training
 from lm.sampling import REMEDY, non_finite
 
-_MIN_ROWS, _MAX_ROWS, _HOPELESS_SHARE = 8, 32, 0.9
+_MIN_ROWS = 8
+_MAX_ROWS = 32
+_HOPELESS_SHARE = 0.9
 """A run stops once this share of the latest 8 to 32 rows failed."""
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
@@ -113,7 +115,8 @@ class LatestRows:
         `subject` ends "8 of the last 8 …".
         """
         self._problems.extend(problems)
-        failed, num = [problem for problem in self._problems if problem is not None], len(self._problems)
+        failed = [problem for problem in self._problems if problem is not None]
+        num = len(self._problems)
         if num >= _MIN_ROWS and len(failed) >= self._share * num and self._share < 1:
             raise ValueError(
                 f"{len(failed)} of the last {num} {subject}; the latest, {failed[-1].id}: {failed[-1].reason}; {remedy}"
@@ -260,7 +263,9 @@ class _Batch:
     """Active sequences, one per row; the row of an ended sequence is ignored until it is reused or removed."""
 
     def __init__(self, source: TargetInProcess, requests: Sequence[Request], uniform: Tensor) -> None:
-        self._source, self._requests, self._uniform = source, requests, uniform
+        self._source = source
+        self._requests = requests
+        self._uniform = uniform
         self._device = device_of(source.model)
         self._tokens: list[list[int]] = [[] for _ in requests]
         self._states: list[list[Tensor]] = [[] for _ in requests]
@@ -283,7 +288,8 @@ class _Batch:
         lengths = [len(self._requests[index].prompt_ids) for index in indices]
         if not self._active:
             self._cache = make_cache(self._source.model, lengths[0] + self._source.max_new_tokens + SPARE_POSITIONS)
-            self._owners, self._width = [None] * len(indices), lengths[0]
+            self._owners = [None] * len(indices)
+            self._width = lengths[0]
             self._spans, self._newest = torch.zeros(2, len(indices), dtype=torch.int64)
             """[row] number of its tokens in the cache, and its newest token, which is not in the cache yet."""
         free = [row for row, owner in enumerate(self._owners) if owner is None]
@@ -318,7 +324,8 @@ class _Batch:
             for layer in self._cache.layers:
                 layer.drop_first(self._width - span)  # type: ignore[union-attr]  # a `BufferLayer`
             self._width = span
-        ids, spans = self._newest.unsqueeze(-1).to(self._device), self._spans.unsqueeze(-1).to(self._device)
+        ids = self._newest.unsqueeze(-1).to(self._device)
+        spans = self._spans.unsqueeze(-1).to(self._device)
         mask = torch.arange(self._width + 1, device=self._device) >= self._width - spans
         # the position of an ended sequence must not be the largest, on which the RoPE frequencies of all may depend
         positions = spans.clamp(max=int(self._spans[active].max()))
@@ -346,7 +353,8 @@ class _Batch:
         for row, index, token, state, is_broken in zip(
             rows, owners, drawn.tolist(), hidden.unbind(), broken.tolist(), strict=True
         ):
-            ids, states = self._tokens[index], self._states[index]
+            ids = self._tokens[index]
+            states = self._states[index]
             if is_broken:
                 reason = f"the target has NaN or infinite logits after {len(ids)} tokens of its response; {REMEDY}"
                 self.answers[index] = Problem(self._requests[index].id, "error", reason)
@@ -359,7 +367,8 @@ class _Batch:
                     ended: FinishReason = "stop" if has_stopped else "length"
                     self.answers[index] = Exchange(*self._requests[index], ids, ended, kept_states)
             if index in self.answers:
-                self._owners[row], self._states[index] = None, []
+                self._owners[row] = None
+                self._states[index] = []
 
 
 def left_padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

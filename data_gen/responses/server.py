@@ -43,7 +43,8 @@ from lm import Sampling
 from lm.draws import seed_of
 
 Result = TypeVar("Result")
-_REFUSING, _FAILING = (400, 422, 500), 500
+_REFUSING = (400, 422, 500)
+_FAILING = 500
 """Statuses that concern one request; those above the last concern the server."""
 _NUM_SEEDS = _NUM_IDS = 2**31
 """Servers accept seeds of 31 bits."""
@@ -66,7 +67,8 @@ class Servers:
     """The servers of data.server, and the event loop of their requests."""
 
     def __init__(self, config: ServerConfig, *, model: str) -> None:
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         keys = {url: key_for(url, config.api_key_variable) for url in config.urls}
         self._clients = {url: client_of(url, keys[url], config) for url in config.urls}
         self._live = set(config.urls)
@@ -90,7 +92,8 @@ class Servers:
         Beside the shard that is yielded and one that is finishing, enough are open to fill all slots, each in a thread.
         When the caller stops, requests are cancelled.
         """
-        num_slots, size = self.config.concurrency * len(self.config.urls), max(len(spec.prompts) for spec in specs)
+        num_slots = self.config.concurrency * len(self.config.urls)
+        size = max(len(spec.prompts) for spec in specs)
         num_open = 2 + -(-num_slots // max(1, size))
         pool = ThreadPoolExecutor(num_open)
         try:
@@ -167,7 +170,10 @@ class CompletionsServer:
     ) -> None:
         """Check the sampling, and that several servers answer, with distributions if there are `num_logprobs`."""
         self._latest = LatestRows()
-        self.server, self.spelling, self.sampling, self.num_logprobs = server, spelling, sampling, num_logprobs
+        self.server = server
+        self.spelling = spelling
+        self.sampling = sampling
+        self.num_logprobs = num_logprobs
         self.settings = request_settings(
             server.kind, sampling, max_new_tokens=max_new_tokens, eos_ids=sorted(spelling.eos_ids)
         )
@@ -290,7 +296,8 @@ class CompletionsServer:
 
     def _body(self, request: Request) -> dict[str, Any]:
         """The request's body, from which the server reads exactly `prompt_ids`."""
-        is_vllm, prompt_as = self.server.kind == "vllm", self.server.prompt_as
+        is_vllm = self.server.kind == "vllm"
+        prompt_as = self.server.prompt_as
         if prompt_as == "token_ids" or (prompt_as == "auto" and is_vllm):
             return {"prompt": request.prompt_ids, **self.settings}
         body = {"prompt": request.text, **self.settings}
@@ -309,11 +316,13 @@ class CompletionsServer:
     def _read(self, completion: Any, request: Request) -> Exchange:
         choice = _choice(completion)
         _refuse_other_prompt(completion, choice, request.prompt_ids)
-        text, reason = choice.get("text"), choice.get("finish_reason")
+        text = choice.get("text")
+        reason = choice.get("finish_reason")
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise RefusedError(f"{_INVALID}, expected one choice: {str(completion)[:160]!r}")
         answer = self.spelling.answer(request, reason, text=text, ids=choice.get("token_ids"))
-        limit, ids = self.settings["max_tokens"], answer.response_ids
+        limit = self.settings["max_tokens"]
+        ids = answer.response_ids
         if len(ids) > limit + (reason == "stop"):
             raise RefusedError(f"the server returned {len(ids)} tokens, more than the requested {limit}")
         if reason == "length" and 0 < _usage(completion, "completion_tokens") < limit:

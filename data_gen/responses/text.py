@@ -103,7 +103,9 @@ class ResponseFile:
         """Check every line of the file; ValueError for a malformed one, or two responses to one prompt, with file and
         line number. `make_generator` returns the source of responses that the file lacks; None: they are errors.
         """
-        self.path, self.spelling, self.max_new_tokens = path, spelling, max_new_tokens
+        self.path = path
+        self.spelling = spelling
+        self.max_new_tokens = max_new_tokens
         self._make_generator = make_generator
         self._records: dict[str, list[str]] = {}
         lines: dict[tuple[str, str], tuple[str, str]] = {}
@@ -161,7 +163,9 @@ class ResponseFile:
 
 def _row_name(record: dict[str, Any], where: str) -> str:
     """The id of the row that a line answers; ValueError for a malformed line."""
-    turn, prompt_ids, reason = record.get("turn", 1), record.get("prompt_ids", []), record.get("finish_reason", "stop")
+    turn = record.get("turn", 1)
+    prompt_ids = record.get("prompt_ids", [])
+    reason = record.get("finish_reason", "stop")
     ids = record.get("response_ids")
     has_response = isinstance(record.get("response"), str) if ids is None else _are_ids(ids)
     checks = (

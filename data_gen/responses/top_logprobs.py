@@ -25,7 +25,8 @@ from torch.nn import functional
 from data_gen.responses.exchange import Distributions, RefusedError
 from lm import Sampling
 
-_MARGIN, _TOP = 30, 50
+_MARGIN = 30
+_TOP = 50
 """Tokens requested beyond top-k (in bfloat16 a dozen around the k-th are often equally likely), and the top-k assumed
 if there is none.
 """
@@ -44,7 +45,8 @@ _IMPOSSIBLE = (
 def num_logprobs_of(sampling: Sampling, requested: int | None) -> int:
     """N, the number of log-probabilities requested from a server; ValueError if none determines the distributions."""
     settings = ", ".join(f"{name} {value}" for name, value in sampling.as_dict().items())
-    num, least = requested or (sampling.top_k or _TOP) + _MARGIN, 1 if sampling.is_greedy else sampling.top_k
+    num = requested or (sampling.top_k or _TOP) + _MARGIN
+    least = 1 if sampling.is_greedy else sampling.top_k
     if least is None:
         raise ValueError(
             f"data.labels is server with pair.sampling {settings}, where tokens count that a server omits; set "
@@ -91,7 +93,8 @@ def distributions_of(
         _refuse(torch.tensor(of_drawn, dtype=torch.float64) < least, _IMPOSSIBLE)
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     width = int((probs > 0).sum(-1).max()) if len(probs) else 0
-    ids, probs = ids.gather(-1, order)[:, :width], probs[:, :width]
+    ids = ids.gather(-1, order)[:, :width]
+    probs = probs[:, :width]
     return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
 
@@ -110,11 +113,13 @@ def _likeliest(
 ) -> tuple[Int[Tensor, "position top"], Float[Tensor, "position top"]]:
     """The `num` likeliest of each position, ties by ascending id; padded with id 0 at minus infinity."""
     width = max([num, *map(len, positions)])
-    ids, values = np.zeros((len(positions), width), np.int64), np.full((len(positions), width), -np.inf)
+    ids = np.zeros((len(positions), width), np.int64)
+    values = np.full((len(positions), width), -np.inf)
     for row, logprobs in enumerate(positions):
         ids[row, : len(logprobs)], values[row, : len(logprobs)] = list(logprobs), list(logprobs.values())
     order = np.lexsort((ids, -values))[:, :num]
-    ids, values = np.take_along_axis(ids, order, axis=-1), np.take_along_axis(values, order, axis=-1)
+    ids = np.take_along_axis(ids, order, axis=-1)
+    values = np.take_along_axis(values, order, axis=-1)
     return torch.from_numpy(ids), torch.from_numpy(values)
 
 

@@ -134,7 +134,13 @@ def make_manifest(
     pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
-    is_served, has_feature_draft = "server" in (data.source, data.labels), bool(released_layout_of(pair.draft))
+    is_served = "server" in (data.source, data.labels)
+    has_feature_draft = bool(released_layout_of(pair.draft))
+    server = None
+    if is_served:
+        settings = asdict(data.server)
+        server = {name: settings[name] for name in _OF_SERVER}
+    compared = {name: value for name, value in asdict(data).items() if name not in _UNCOMPARED}
     return {
         "format": FORMAT,
         "target": describe_model(pair.target),
@@ -142,12 +148,12 @@ def make_manifest(
         "tokenizer": digest(tokenizer_text(tokenizer)),
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
-        **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
+        **compared,
         "draft_length": data.draft_length if has_feature_draft else None,
         # null, as in directories made before the setting existed
         "draft_every": data.draft_every if data.draft_every > 1 and has_feature_draft else None,
         "labels": data.labels if data.labels == "server" else None,
-        "server": {name: asdict(data.server)[name] for name in _OF_SERVER} if is_served else None,
+        "server": server,
         "responses": _described_file(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,
         "split": dict(split),
@@ -274,7 +280,8 @@ def digest(text: str) -> str:
 
 def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
-    command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).parent
+    command = ["git", "rev-parse", "HEAD"]
+    folder = Path(__file__).parent
     try:
         answer = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):

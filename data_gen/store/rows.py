@@ -33,7 +33,8 @@ from data_gen.responses.exchange import Exchange
 from lm.signals import stored_scalars
 from store.shards import SIDECAR_REMEDY, read_sidecar, sidecar_path
 
-_HALVES, _ENTROPIES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate"), ("entropy", "cross_entropy")
+_HALVES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate")
+_ENTROPIES = ("entropy", "cross_entropy")
 POSITION_COLUMNS = (*_HALVES, *_ENTROPIES)
 _COUNTS = ("input", "ok", "tokens")
 _IDS = ("prompt_ids", "response_ids", "draft_ids")
@@ -86,7 +87,8 @@ def account(paths: Iterable[Path]) -> tuple[dict[str, int], list[dict[str, Any]]
     """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows; and each prompt
     without a row as {id, outcome, reason, shard}, in order.
     """
-    totals, problems = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0)), list[dict[str, Any]]()
+    totals = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0))
+    problems = list[dict[str, Any]]()
     for path in paths:
         facts = read_sidecar(path, keys=(*_COUNTS, "problems"))
         try:

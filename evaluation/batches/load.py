@@ -104,8 +104,10 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:
     for number, length in enumerate(lengths.tolist()):
         begins[number] = free[0]
         heapreplace(free, free[0] + length)
-    last, within = min(free), counted(lengths)
-    at, source = np.repeat(begins, lengths) + within, np.repeat(firsts[rows], lengths) + within
+    last = min(free)
+    within = counted(lengths)
+    at = np.repeat(begins, lengths) + within
+    source = np.repeat(firsts[rows], lengths) + within
     at, source = at[at < last], source[at < last]
     forwards = rounds.forwards[source]
     longest = int(forwards.max(initial=0))
@@ -135,7 +137,8 @@ class Batch(Lockstep):
     def round(self) -> Rounds:
         """One round of all rows with a sequence."""
         busy = self.busy
-        drafting, unused = busy & (self.lanes.allowed > 0), np.zeros_like(busy)
+        drafting = busy & (self.lanes.allowed > 0)
+        unused = np.zeros_like(busy)
         steps = [int(drafting.sum())] if self.has_blocks and drafting.any() else []
         while (drafting := self._continuing(drafting)).any():
             steps += [] if self.has_blocks else [int(drafting.sum())]

@@ -30,7 +30,9 @@ from decode.loop.rounds import Counts
 from evaluation.sources.clock import Clocked, clock_generation
 from lm import Pair, Sampling
 
-DEFAULT, HEURISTIC, CONSTANT = "transformers: default", "transformers: heuristic", "transformers: constant"
+DEFAULT = "transformers: default"
+HEURISTIC = "transformers: heuristic"
+CONSTANT = "transformers: constant"
 UNASSISTED = "transformers: no assistant"
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}

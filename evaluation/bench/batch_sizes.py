@@ -98,7 +98,8 @@ def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
     Raises:
         ValueError: no round that drafted.
     """
-    draft, target = defaultdict(list), defaultdict(list)
+    draft = defaultdict(list)
+    target = defaultdict(list)
     for round_ in rounds:
         if round_.num_joined:
             continue

@@ -42,7 +42,8 @@ def bench(
     json: bool = False,
 ) -> dict[str, Any]:
     """Run `acceptance-heads bench`; `configs.measuring` documents its flags."""
-    sizes, counts = sizes_of(batch), {"num_prompts": num_prompts, "num_tokens": num_tokens}
+    sizes = sizes_of(batch)
+    counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"--{name} is {value}; at least 1 is timed")

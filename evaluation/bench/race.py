@@ -126,7 +126,8 @@ class Race:
         Raises:
             ValueError: an unknown dataset.
         """
-        known, datasets = list(self.experiment.datasets), self._rules.datasets
+        known = list(self.experiment.datasets)
+        datasets = self._rules.datasets
         if unknown := [name for name in datasets if name not in known]:
             raise ValueError(f"--race.datasets names {unknown[0]!r}; decode.datasets are {', '.join(known)}")
         for dataset in datasets or known[:1]:
@@ -159,7 +160,8 @@ class Race:
 
     def key(self, dataset: str, sampling: str) -> dict[str, Any]:
         """Everything that a cell's value depends on."""
-        experiment, decode = self.experiment, asdict(self.experiment.decode)
+        experiment = self.experiment
+        decode = asdict(self.experiment.decode)
         key = {
             "kind": "cell",
             "dataset": dataset,
@@ -176,9 +178,11 @@ class Race:
         }
         if self._named:
             return key | {"policies": list(map(policy_key, self._named))}
+        classes = {name: class_key(registered(name).kind) for name in decode["policies"]}
+        compared = {name: value for name, value in decode.items() if name not in _NO_PART}
         return key | {
-            "decode": {name: value for name, value in decode.items() if name not in _NO_PART},
-            "classes": {name: class_key(registered(name).kind) for name in decode["policies"]},
+            "decode": compared,
+            "classes": classes,
             "heads": {name: head_key(head) for name, head in experiment.heads.items()},
             "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in self._deciding(dataset)],
         }
@@ -313,12 +317,14 @@ class Race:
         folder.complete(("dev",))  # nothing is chosen on test
         dev = folder.load_split(dataset, "dev")
         traces = Splits(dev, dev.select([0]))  # the second is not read
-        competitors, name = competitors_with(experiment, experiment.heads), f"dev, {dataset}, {sampling}"
+        competitors = competitors_with(experiment, experiment.heads)
+        name = f"dev, {dataset}, {sampling}"
         replays = replay_dataset(traces, competitors, perfect_head=False, name=name)
         return hold(replays, self._times, is_online=(False,)).results
 
     def _under(self, name: str) -> Experiment:
-        config, sampling = self._config, self._samplings[name]
+        config = self._config
+        sampling = self._samplings[name]
         if sampling == self.experiment.sampling:
             return self.experiment
         # its manifest names one test prompt, and only dev is traced

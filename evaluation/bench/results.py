@@ -214,7 +214,8 @@ def verdict_of(cell: Cell) -> str:
     """
     results = cell.contest.results
     ours = [name for name, result in results.items() if result.family not in (*SCHEDULES, ALONE, UNASSISTED)]
-    how, best = "dev chose", max(ours, key=lambda name: results[name].on_dev or 0.0)
+    how = "dev chose"
+    best = max(ours, key=lambda name: results[name].on_dev or 0.0)
     if results[best].on_dev is None:
         how = "fastest of the named policies on these prompts:"
         best = max(ours, key=lambda name: results[name].tokens_per_s)

@@ -61,7 +61,8 @@ def refuse_large_draft(pair: PairConfig) -> None:
     """
     if released_layout_of(pair.draft):
         return
-    target, draft = pair.target.path, pair.draft.path
+    target = pair.target.path
+    draft = pair.draft.path
     remedy = "or pass --allow_large_draft, for example to test a setup"
     if Path(target).resolve() == Path(draft).resolve():
         raise ValueError(

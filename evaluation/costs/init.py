@@ -59,7 +59,8 @@ _PLAN_LINES = (
 """First words of the lines of `plan` that the YAML repeats."""
 _SAMPLE = 32
 """Number of sample prompts to time, at most half a minute."""
-_FLOPS_PER_WEIGHT, _OVER_PRODUCTS = 6, 4.0
+_FLOPS_PER_WEIGHT = 6
+_OVER_PRODUCTS = 4.0
 """Operations per weight and token in a training step, and the time of a step relative to its matrix products
 (`checkpoints/tiny`: 4; wider heads less).
 """
@@ -170,7 +171,9 @@ def _plan(config: schema.Config) -> tuple[list[str], dict[str, Any]]:
 
 
 def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
-    pair, data, decode = config.pair, config.data, config.decode
+    pair = config.pair
+    data = config.data
+    decode = config.decode
     [source] = data.prompt_sources
     prompts = _quoted(source.path)
     if source.columns:
@@ -241,7 +244,9 @@ def head_weights(config: schema.Config) -> int:
 
 def training_s(config: schema.Config, totals: dict[str, Any], num_weights: int) -> float:
     """Estimated seconds of training, from the speed of matrix products on this machine."""
-    data, heads, width = config.data, config.heads, 256
+    data = config.data
+    heads = config.heads
+    width = 256
     num_train = totals["rows"] if data.num_train is None else min(totals["rows"], data.num_train)
     num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, heads.batch_size)
     tokens = totals["response_tokens"] / max(1, totals["rows"]) * num_train

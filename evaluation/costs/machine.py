@@ -89,7 +89,8 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policies: S
         policies: the stops of these alone count, and nothing is measured: where no times are known, a second is a
             target forward, at this ratio or the first of decode.ratios; ValueError where neither is given.
     """
-    decode, store = experiment.decode, kept_costs(experiment.directory)
+    decode = experiment.decode
+    store = kept_costs(experiment.directory)
     target = _given_target(decode)
     if ratio is not None:
         check_ratio(ratio)
@@ -117,7 +118,8 @@ def _given_target(decode: DecodeConfig) -> Curve | None:
     """The target's seconds by tokens that the YAML gives; None where it gives no times. ValueError for a part of them,
     or for two.
     """
-    number_s, by_tokens = decode.t_target_s, decode.t_target_ms
+    number_s = decode.t_target_s
+    by_tokens = decode.t_target_ms
     if number_s is not None and by_tokens is not None:
         raise ValueError(
             f"decode.t_target_s is {number_s} and decode.t_target_ms is {by_tokens}: both say what a target forward "
@@ -170,7 +172,8 @@ def times_of(experiment: Experiment, policies: Mapping[str, Policy], *, again: b
     """This loop's entry in DIR/costs.jsonl, with the stops of all these policies, by kind; what is missing, or `again`
     everything, is measured and kept.
     """
-    store, key = kept_costs(experiment.directory), key_of(experiment)
+    store = kept_costs(experiment.directory)
+    key = key_of(experiment)
     entry = None if again else store.get(key)
     missing = {kind: policy for kind, policy in policies.items() if entry is None or kind not in entry["stop_shares"]}
     if entry is None or missing:
@@ -219,7 +222,8 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
     """Everything that the times of a loop depend on. Of the prompts, the first ones, which are those that are timed
     unless they are too long.
     """
-    decode, dataset = experiment.decode, next(iter(experiment.datasets))
+    decode = experiment.decode
+    dataset = next(iter(experiment.datasets))
     prompts = experiment.prompts(dataset, "dev", num=_num_read(experiment))[:_NUM_PROMPTS]
     timed = {"prompts": prompts_key(experiment, prompts)}
     return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}

@@ -185,12 +185,14 @@ def _times_of(turns: Sequence[Float[Array, "_ 4"]], max_draft_length: int) -> Fl
         raise ValueError(_NEEDED)
     alone_s = float(np.median((target_s + draft_s)[~is_drafting]))
     forwards, drafted, draft_s, target_s = (column[is_drafting] for column in (forwards, drafted, draft_s, target_s))
-    has_blocks, each_s = bool((drafted > forwards).any()), 0.0
+    has_blocks = bool((drafted > forwards).any())
+    each_s = 0.0
     begin_s, t_draft_s = _line(drafted if has_blocks else forwards, draft_s)
     if has_blocks:
         begin_s, t_draft_s, each_s = 0.0, begin_s + t_draft_s, t_draft_s
     elif begin_s <= 0 or t_draft_s <= 0:  # one length only, or noise
-        begin_s, t_draft_s = 0.0, float(np.median(draft_s / forwards))
+        begin_s = 0.0
+        t_draft_s = float(np.median(draft_s / forwards))
     verified = rising({int(length): target_s[drafted == length].tolist() for length in np.unique(drafted)})
     lengths = np.arange(1, max_draft_length + 1)
     longer_s = verified(lengths) + begin_s + each_s * (lengths - 1)

@@ -44,7 +44,8 @@ STEPS = 10
 BUDGET_S = 15.0
 """Seconds that stops are timed for; longer where `FEWEST_CYCLES` take longer."""
 FEWEST_CYCLES = 6
-NUM_FIXED, FIXED = 3, ""
+NUM_FIXED = 3
+FIXED = ""
 """Rounds of the fixed length in a cycle, with which every kind is compared."""
 _RESAMPLES = 200
 
@@ -85,7 +86,9 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """Time the stop of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
     if not policies:
         return {}
-    length, prompt, target = drafted_length(loop), loop.prompts[0], loop.models.target
+    length = drafted_length(loop)
+    prompt = loop.prompts[0]
+    target = loop.models.target
     every = {FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
     drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
     # never opened, so that several drafters may take one model
@@ -93,7 +96,8 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     session.take(target, "target", verifies=True)
     for drafter in drafters.values():
         drafter.start(session)
-    text, order = [*prompt, int(target.feed(prompt).argmax())], np.random.default_rng(0)
+    text = [*prompt, int(target.feed(prompt).argmax())]
+    order = np.random.default_rng(0)
 
     @torch.inference_mode()
     def timed(kind: str) -> float:

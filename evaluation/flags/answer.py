@@ -22,7 +22,10 @@ from store.progress import Bar
 
 Traces = Mapping[Drafting, Splits[Trace]]
 """By how an engine drafts, its default first."""
-NONE, DEFAULT, FIXED, FLAGS = "no speculation", "the engine's default", "best fixed length", "these flags"
+NONE = "no speculation"
+DEFAULT = "the engine's default"
+FIXED = "best fixed length"
+FLAGS = "these flags"
 OURS = {TRAINING_FREE: "our best policy without training", HEADS: "our best head"}
 _BASES = {NONE: NONE, DEFAULT: "the default", FIXED: f"the {FIXED}"}
 """Choices that gains are measured from, as sentences name them."""
@@ -125,7 +128,9 @@ class Answer:
 
     def sentences(self) -> Iterator[str]:
         """The answer in sentences."""
-        flags, where, name = self.flags, self.alone.where, self.engine.name
+        flags = self.flags
+        where = self.alone.where
+        name = self.engine.name
         if self.drafting is None:
             yield f"{where}: do not speculate. No setting of {name} is predicted to be faster than the target on dev."
         else:

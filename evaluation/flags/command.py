@@ -50,7 +50,9 @@ def flags(
     json: bool = False,
 ) -> None:
     """Run `acceptance-heads flags`; `configs.measuring` documents its flags."""
-    engine, given, sizes = ENGINES[for_], given_times(t_draft_ms, t_target_ms, log), sizes_of(batch) or ()
+    engine = ENGINES[for_]
+    given = given_times(t_draft_ms, t_target_ms, log)
+    sizes = sizes_of(batch) or ()
     if sizes and not engine.has_batches:
         able = ", ".join(name for name, other in ENGINES.items() if other.has_batches)
         raise ValueError(f"--batch needs an engine whose sequences draft in lockstep ({able}); leave it out for {for_}")
@@ -85,7 +87,8 @@ def _from_counters(
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
     speed, low, high = speeds(counters, given, 1, is_block=is_block)
-    best, counted = int(speed.argmax()), len(counters[-1])
+    best = int(speed.argmax())
+    counted = len(counters[-1])
     rows = [{"k": k, "tokens/s": speed[k], "from": low[k], "to": high[k]} for k in range(len(speed))]
     note = f"from, to: the bracket of two assumptions (docs/flags.md); k > {counted}: extrapolated"
     columns = {"k": ("k", "")} | {name: (name, ".1f") for name in ("tokens/s", "from", "to")}

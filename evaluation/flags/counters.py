@@ -28,7 +28,9 @@ from configs.paths import local_path
 from evaluation.times import Times
 
 Array = np.ndarray
-_LONGEST, _LONGEST_RUN, _ITERATIONS = 16, 64, 60
+_LONGEST = 16
+_LONGEST_RUN = 64
+_ITERATIONS = 60
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 _REMEDY = (
     "give vLLM's answers with --per-request-spec-decode-metrics, its /metrics, llama.cpp's log (-lv 4), SGLang's log, "
@@ -68,7 +70,8 @@ def _survival_in(text: str, path: Path) -> list[float]:
         return [float(rate) for rate in rates[-1].split(",")]
     lengths = [float(length) for length in re.findall(r"Decode batch.*accept len: ([\d.]+)", text)]
     if lengths and (steps := re.search(r"speculative_num_steps=(\d+)", text)):
-        powers, mean = np.arange(int(steps[1]) + 1), min(sum(lengths) / len(lengths), int(steps[1]) + 1.0)
+        powers = np.arange(int(steps[1]) + 1)
+        mean = min(sum(lengths) / len(lengths), int(steps[1]) + 1.0)
         # falling shares r, r^2, ... that add up to the mean length, with the token that no draft proposed
         rate = float(brentq(lambda rate: (rate**powers).sum() - mean, 0.0, 1.0))
         return (rate ** powers[1:]).tolist()  # type: ignore[no-any-return]

@@ -111,7 +111,8 @@ class Engine:
         """What the engine does where its rule did this."""
         if not self.drafts_whole:
             return played
-        lengths, rounds = np.array([[setting["k"]] for setting in settings]), played.counts.num_target
+        lengths = np.array([[setting["k"]] for setting in settings])
+        rounds = played.counts.num_target
         counts = replace(played.counts, num_draft_forwards=lengths * (rounds + 1))
         is_length = np.arange(played.lengths.shape[-1]) == lengths[..., None]
         return replace(played, counts=counts, lengths=is_length * rounds[..., None])

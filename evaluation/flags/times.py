@@ -36,7 +36,8 @@ from lm import Pair
 LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed in transformers; None: no assistant."""
 BUDGET_S = 40.0
-_FEWEST_TURNS, _TOKENS = 12, 64
+_FEWEST_TURNS = 12
+_TOKENS = 64
 _FAR = 4096
 """Tokens, more than any draft has."""
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
@@ -84,15 +85,19 @@ def read_logs(paths: Sequence[Path]) -> Times:
     steps_ms: list[float] = []
     for path in paths:
         text = path.read_text(encoding="utf-8", errors="replace")
-        statistics, answers = _STATISTICS.findall(text), _EVAL.findall(text)
-        eval_ms, forwards = sum(float(ms) for ms, _ in answers), sum(int(tokens) - 1 for _, tokens in answers)
+        statistics = _STATISTICS.findall(text)
+        answers = _EVAL.findall(text)
+        eval_ms = sum(float(ms) for ms, _ in answers)
+        forwards = sum(int(tokens) - 1 for _, tokens in answers)
         if not forwards or (statistics and not int(statistics[-1][1])):
             raise ValueError(f"{path} has no `eval time` or no drafts of llama.cpp; {_REMEDY}")
-        num_tokens, target_ms = 1.0, eval_ms / forwards
+        num_tokens = 1.0
+        target_ms = eval_ms / forwards
         if statistics:
             rounds, tokens, draft_ms = (float(number) for number in statistics[-1])
             steps_ms.append(draft_ms / tokens)
-            num_tokens, target_ms = 1.0 + tokens / rounds, (eval_ms - draft_ms) / rounds - steps_ms[-1]
+            num_tokens = 1.0 + tokens / rounds
+            target_ms = (eval_ms - draft_ms) / rounds - steps_ms[-1]
         if target_ms <= 0:
             raise ValueError(
                 f"{path} leaves {target_ms:.3f} ms for a target forward of its {eval_ms} ms; give --t_draft_ms and "
@@ -117,7 +122,8 @@ def times_for(experiment: Experiment, engine: str, given: Times | None) -> Times
     ours = costs_for(experiment)
     if engine != "transformers" or experiment.decode.t_draft_s is not None:
         return ours
-    store, key = kept_costs(experiment.directory), key_of(experiment) | {"loop": "transformers"}
+    store = kept_costs(experiment.directory)
+    key = key_of(experiment) | {"loop": "transformers"}
     if (entry := store.get(key)) is None:
         on_cpu = experiment.pair.target.device.type == "cpu"
         timed = stable(lambda: _measured(experiment), largest_errors, on_cpu=on_cpu)
@@ -136,7 +142,9 @@ def _of_drafts(plain_s: float, verify_s: float) -> Curve:
 
 def _measured(experiment: Experiment) -> Times:
     loop = loop_of(experiment)
-    pair, prompts, num_tokens = loop.pair, loop.prompts, min(_TOKENS, loop.max_new_tokens)
+    pair = loop.pair
+    prompts = loop.prompts
+    num_tokens = min(_TOKENS, loop.max_new_tokens)
     changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
     arms = {name: assisted(pair, num_tokens, loop.sampling, settings) for name, settings in changes.items()}
     for arm in arms.values():
@@ -154,7 +162,8 @@ def _counted(pair: Pair, arm: Arm, seed: int, prompt: list[int]) -> Run:
 
     with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
         run = arm((prompt, seed))
-    num_drafts, num_targets = calls[pair.draft], calls[pair.target]
+    num_drafts = calls[pair.draft]
+    num_targets = calls[pair.target]
     return num_drafts, num_targets * (num_drafts > 0), num_targets * (num_drafts == 0), run.whole_s
 
 
@@ -162,7 +171,8 @@ def fitted(runs: Sequence[Run]) -> Times:
     """The times that fit these runs best."""
     *counts, seconds = np.array(runs, dtype=np.float64).T
     # relative to each run's seconds: a slow moment of the machine stretches all of it
-    columns, ones = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None], np.ones(len(runs))
+    columns = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None]
+    ones = np.ones(len(runs))
     times = least_absolute(columns, ones)
     deviation = 1.48 * np.median(np.abs(columns @ times - ones))  # that of normal residuals of this median size
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))

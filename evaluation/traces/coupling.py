@@ -101,7 +101,9 @@ class Recorder:
         room = (row.limit - 1 - positions).clamp(0, int(min(self.max_draft_length, text.drafts.max_length)))
         is_feature_draft = isinstance(self.draft, FeatureDraft)
         room[positions == 0 if is_feature_draft else is_accepted] = 0
-        lengths, passing, parts = torch.zeros_like(positions), torch.zeros_like(positions), [path]
+        lengths = torch.zeros_like(positions)
+        passing = torch.zeros_like(positions)
+        parts = [path]
         for starts in (room > 0).nonzero().squeeze(-1).split(_DRAFTS_AT_ONCE):
             begun = taken(first, starts), is_accepted[starts].long()
             drawn, lengths[starts], passing[starts] = self._drafts(text, begun, starts, room[starts])
@@ -114,7 +116,8 @@ class Recorder:
         return self._trace_of(row, joined(parts), columns)
 
     def _read(self, row: TraceRow, uniforms: Tensor) -> Reading:
-        num_prompt, num = len(row.prompt_ids), len(row.response_ids)
+        num_prompt = len(row.prompt_ids)
+        num = len(row.response_ids)
         lag = self.draft.lag if isinstance(self.draft, FeatureDraft) else 0
         ids = [*row.prompt_ids, *row.response_ids][: max(num_prompt + num - 1, 1 + lag)]
         for model in (self.draft, self.target):
@@ -125,7 +128,8 @@ class Recorder:
             drafts = rollouts_of(self.target, self.draft, ids)
             target = drafts.target_text
         else:
-            drafts, target = ReadText(self.draft, ids), ReadText(self.target, ids)
+            drafts = ReadText(self.draft, ids)
+            target = ReadText(self.target, ids)
         draft_hidden = drafts.begin((torch.arange(num) + num_prompt).clamp(min=1 + lag))
         token = torch.tensor(row.response_ids, device=draft_hidden.device)
         target_hidden = target.hidden[num_prompt - 1 :][:num].to(token.device)
@@ -137,8 +141,10 @@ class Recorder:
         """
         parts = []
         for chunk in chunks(len(text.token), chunk_rows(self.vocab_size, self.chunk_mb)):
-            token, hidden = text.token[chunk], text.draft_hidden[chunk]
-            logits, p = self._draft_logits(hidden), self._target_probs(text.target_hidden[chunk]).to(hidden.device)
+            token = text.token[chunk]
+            hidden = text.draft_hidden[chunk]
+            logits = self._draft_logits(hidden)
+            p = self._target_probs(text.target_hidden[chunk]).to(hidden.device)
             q = self._drafting.probs(logits)
             drawn = read_signals(logits, token, q, hidden, acceptance_prob(token, q, p))
             first, is_accepted = coupled(q, p, token, text.uniforms[: len(text.token)][chunk].to(q.device))
@@ -159,12 +165,15 @@ class Recorder:
         """
         text.drafts.begin(starts + text.num_prompt)
         first, passing = begun
-        alive, newest = torch.arange(len(starts), device=starts.device), first["token"]
+        alive = torch.arange(len(starts), device=starts.device)
+        newest = first["token"]
         eos = torch.tensor(sorted(self.eos_ids), device=starts.device, dtype=newest.dtype)
-        steps, owners = [first], [alive]
+        steps = [first]
+        owners = [alive]
         for depth in range(1, self.max_draft_length):
             can_grow = (room[alive] > depth) & ~torch.isin(newest, eos)
-            alive, newest = alive[can_grow], newest[can_grow]
+            alive = alive[can_grow]
+            newest = newest[can_grow]
             if not len(alive):
                 break
             hidden = text.drafts.feed(newest, alive)
@@ -183,9 +192,11 @@ class Recorder:
         it is accepted. `positions`: of that token, or of the draft's rejected one, which is `since` tokens back (0:
         none).
         """
-        token, is_accepted = torch.empty_like(positions), torch.zeros_like(positions, dtype=torch.bool)
+        token = torch.empty_like(positions)
+        is_accepted = torch.zeros_like(positions, dtype=torch.bool)
         prob = torch.full_like(q[:, 0], float("nan"))
-        off, on = since.nonzero().squeeze(-1), (since == 0).nonzero().squeeze(-1)
+        off = since.nonzero().squeeze(-1)
+        on = (since == 0).nonzero().squeeze(-1)
         token[off] = draw(q[off], text.uniforms[positions[off].cpu(), 1 + since[off].cpu()])
         at = positions[on]
         p = self._target_probs(text.target_hidden[at]).to(q.device)
@@ -204,11 +215,13 @@ class Recorder:
         roots = starts + passing + text.num_prompt
         text.target.begin(roots.clamp(max=len(text.target.hidden)))  # a draft that passes whole has no branch
         hidden = text.target.feed(drawn["token"][is_read], owners[is_read])
-        token, parts = drawn["token"][depths > 0].to(device), []
+        token = drawn["token"][depths > 0].to(device)
+        parts = []
         for chunk in chunks(len(hidden), chunk_rows(self.vocab_size, self.chunk_mb)):
             p = self.sampling.probs(logits_of(self.target, hidden[chunk], self.vocab_size))
             parts.append(p.gather(-1, token[chunk, None]).squeeze(-1).log())
-        log_p, log_q = torch.cat(parts).to(lengths.device), drawn["log_q"][depths > 0]
+        log_p = torch.cat(parts).to(lengths.device)
+        log_q = drawn["log_q"][depths > 0]
         drawn["acceptance_prob"][depths > 0] = (log_p - log_q).clamp(max=0.0).exp()
 
     @property
@@ -230,7 +243,8 @@ class Recorder:
 
     def _trace_of(self, row: TraceRow, drawn: Draws, positions: dict[str, Tensor]) -> Trace:
         """The recording of one response, in memory as replay reads it; `drawn`: its path, then its branches."""
-        token, hidden = drawn["token"].int().cpu(), drawn["hidden"]
+        token = drawn["token"].int().cpu()
+        hidden = drawn["hidden"]
         signals = {name: drawn[name] for name in (*_SIGNALS, "acceptance_prob")}
         blocks = self.draft if isinstance(self.draft, DSpark) else None
         if blocks is not None and blocks.confidence_head is not None:

@@ -185,11 +185,14 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
         out: the folder that becomes another decode.dir.
         heads: directories of the heads whose logits the copy holds.
     """
-    source, directory = local_path(decode_dir, "--decode_dir"), local_path(out, "--out")
+    source = local_path(decode_dir, "--decode_dir")
+    directory = local_path(out, "--out")
     if directory.exists():
         raise ValueError(f"{directory} exists already; choose another --out, or delete it")
-    trace, scorers = source / "trace", [AcceptanceHead.from_pretrained(path).eval() for path in heads]
-    manifest, keys = read_manifest(trace, command="trace"), recorded_keys(trace)
+    trace = source / "trace"
+    scorers = [AcceptanceHead.from_pretrained(path).eval() for path in heads]
+    manifest = read_manifest(trace, command="trace")
+    keys = recorded_keys(trace)
     check_sums([path for key in keys for path in key.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():

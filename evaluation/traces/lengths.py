@@ -69,7 +69,8 @@ def _inputs(trace: Trace) -> Float[Tensor, "positions input"]:
     assert trace.inputs is not None, "all traces of an experiment have hidden states, or none"
     hidden, _, embedding = trace.inputs()
     states = hidden[trace.num_positions :, : embedding.shape[1]]  # the rest is a Markov head's
-    empty, one = states.new_zeros(2 * states.shape[1] + 1), states.new_ones(1)
+    empty = states.new_zeros(2 * states.shape[1] + 1)
+    one = states.new_ones(1)
     blocks = states.split(trace.branch_lengths.tolist())
     rows = [torch.cat([block.mean(0), block[-1], one]) if len(block) else empty for block in blocks]
     return torch.stack(rows).double()

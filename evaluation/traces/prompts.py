@@ -58,7 +58,8 @@ def upgraded(manifest: Manifest, shards: Shards, directory: Path) -> Manifest:
     """
     if not has_old_format(manifest):
         return manifest
-    prompts_of, size = _prompts_of(shards), manifest["prompts_per_shard"]
+    prompts_of = _prompts_of(shards)
+    size = manifest["prompts_per_shard"]
     split = {}
     for name, recorded in manifest["prompts"].items():
         num_shards = manifest["recorded"]["num_shards"][name]

@@ -126,7 +126,9 @@ class TraceFolder:
     def _record_all(self, keys: Sequence[ShardKey]) -> None:
         total = sum(self.shards[key].num_requests for key in keys)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
-            pair, data, decode = self.experiment.pair, self.experiment.data, self.experiment.decode
+            pair = self.experiment.pair
+            data = self.experiment.data
+            decode = self.experiment.decode
             longest = data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length
             subject = f"data.max_prompt_tokens + decode.max_new_tokens + decode.max_draft_length is {longest}"
             for model in (pair.target, pair.drafting):
@@ -146,7 +148,8 @@ class TraceFolder:
                 self._record(key, recorder, bar.update)
 
     def _record(self, key: ShardKey, recorder: Recorder, progress: Callable[[int], None]) -> None:
-        decode, spec = self.experiment.decode, self.shards[key]
+        decode = self.experiment.decode
+        spec = self.shards[key]
         draw = ("draw", key.draw) if key.draw else ()
         seed = seed_of(decode.seed, "trace", *key[:3], *draw)
         data = replace(self.experiment.data, seed=seed, max_new_tokens=decode.max_new_tokens)
@@ -186,7 +189,8 @@ class TraceFolder:
 
     def _manifest(self, eos_ids: Sequence[int]) -> Manifest:
         """The settings that decide the trace, and its numbers of prompts, which may grow."""
-        experiment, decode = self.experiment, self.experiment.decode
+        experiment = self.experiment
+        decode = self.experiment.decode
         splits = experiment.transfer_splits()
         return {
             "format": FORMAT,
@@ -211,7 +215,9 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
     The draft draws by `draft_sampling`, as in some engines: at temperature 0 its likeliest token, whatever the target's
     sampling. Such a trace has a separate folder and the same responses. None, or the target's: the ordinary trace.
     """
-    decode, sampling, name = experiment.decode, experiment.sampling, "trace"
+    decode = experiment.decode
+    sampling = experiment.sampling
+    name = "trace"
     for count in ("num_dev", "num_test", "max_draft_length"):
         if getattr(decode, count) < 1:
             raise ValueError(f"decode.{count} is {getattr(decode, count)}; it must be at least 1")

@@ -92,7 +92,9 @@ class Lockstep:
     """
 
     def __init__(self, trace: Trace, policy: Policy, lanes: TraceLanes) -> None:
-        self.policy, self.lanes, self.longest = policy, lanes, trace.max_draft_length
+        self.policy = policy
+        self.lanes = lanes
+        self.longest = trace.max_draft_length
         self.has_blocks = trace.block_size is not None
         self._rejected, self._fork = (np.append(column, trace.num_positions) for column in (trace.rejected, trace.fork))
         longest = policy.lengths(trace.rejected, trace.offsets) if isinstance(policy, Oracle) else trace.longest
@@ -126,7 +128,8 @@ class Lockstep:
         allowed = np.minimum(self.policy.limit(self.state), most).astype(np.int64)
         if self.discards_short:
             allowed = np.where(allowed < min_length(self.policy), 0, allowed)
-        first_rejected, fork = self._rejected.take(lanes.start), self._fork.take(lanes.start)
+        first_rejected = self._rejected.take(lanes.start)
+        fork = self._fork.take(lanes.start)
         new = {"position": np.zeros_like(lanes.start), "allowed": allowed, "stop": first_rejected, "fork": fork}
         is_new = begins.all()  # with a fixed length always, and cheaper than the masks
         for name, values in new.items():
@@ -140,7 +143,8 @@ class Lockstep:
     def _drafted(self, may_draft: Array) -> tuple[Array, Array]:
         """One draft step where it is wanted: (where the draft has ended, where a forward ran and drew no token)."""
         lanes = self.lanes
-        path, at = lanes.start + lanes.position, self._indices()
+        path = lanes.start + lanes.position
+        at = self._indices()
         drawn = self._drawn(at)
         draws = may_draft
         if self.policy.stops_before:
@@ -171,7 +175,8 @@ class Lockstep:
         """Verify the drafts that have ended, and begin the next rounds."""
         lanes = self.lanes
         over = (ended & (lanes.start < lanes.end)).nonzero()[0]
-        start, drawn = lanes.start[over], lanes.position[over]
+        start = lanes.start[over]
+        drawn = lanes.position[over]
         drafted = np.where(self._is_discarded()[over], 0, drawn) if self.discards_short else drawn
         accepted = np.minimum(drafted, lanes.stop[over] - start)
         emitted = np.minimum(accepted + 1, lanes.end[over] - start)
@@ -190,7 +195,8 @@ class Lockstep:
 
     def _outcome(self) -> Outcome:
         """Outcome of each lane's round, if it ends now; unused where it does not."""
-        lanes, entropy = self.lanes, self._signals.get("entropy")
+        lanes = self.lanes
+        entropy = self._signals.get("entropy")
         accepted = np.minimum(lanes.position, lanes.stop - lanes.start)
         at_stop = np.minimum(lanes.stop + lanes.shift, len(self._is_eos) - 1)
         rejected_entropy = 0.0 if entropy is None else np.where(accepted < lanes.position, entropy.take(at_stop), 0.0)
@@ -243,7 +249,9 @@ def replay_settings(trace: Trace, policy: Policy) -> Played:
     ValueError for arrays of several lengths, and for a policy that discards short drafts and has memory, or is replayed
     on a trace of drawn drafts.
     """
-    size, tables, sums = trace.max_draft_length + 1, [], []
+    size = trace.max_draft_length + 1
+    tables = []
+    sums = []
     for index, rounds in _played(trace, policy):
         lane = rounds.lane - index[0]
         tables.append(np.bincount(lane * size + rounds.drafted, minlength=len(index) * size))

@@ -36,11 +36,13 @@ class PlayedSampler(Sampler):
         self._begin(0)
 
     def token(self, dist: Float[Tensor, " vocab"]) -> int:
-        drawn, recorded = self._random.token(dist), self._recorded()
+        drawn = self._random.token(dist)
+        recorded = self._recorded()
         return drawn if recorded is None else recorded
 
     def draw(self, dist: Float[Tensor, " vocab"]) -> Int[Tensor, " 1"]:
-        drawn, recorded = self._random.draw(dist), self._recorded()
+        drawn = self._random.draw(dist)
+        recorded = self._recorded()
         return drawn if recorded is None else drawn.fill_(recorded)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
@@ -52,7 +54,9 @@ class PlayedSampler(Sampler):
 
     def _begin(self, start: int) -> None:
         stop, fork = (column[start] if start < len(self._path) else start for column in (self._rejected, self._forks))
-        self._start, self._num_passing, self._next = start, stop - start, None
+        self._start = start
+        self._num_passing = stop - start
+        self._next = None
         self._drafted = iter([*self._path[start:fork], *self._branches[min(fork, len(self._path))]])
 
     def _recorded(self) -> int | None:

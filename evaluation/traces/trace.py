@@ -125,7 +125,8 @@ class Trace:
         not independent, so resampling keeps them together.
         """
         ids = [(row.dataset, row.id) for row in self.rows]
-        firsts, known = [(dataset, _LATER_TURN.sub("", name)) for dataset, name in ids], set(ids)
+        firsts = [(dataset, _LATER_TURN.sub("", name)) for dataset, name in ids]
+        known = set(ids)
         prompts = [first if first in known else own for first, own in zip(firsts, ids, strict=True)]
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         return np.array([numbers[prompt] for prompt in prompts])
@@ -149,7 +150,8 @@ class Trace:
     @cached_property
     def fork(self) -> Int[Array, " positions"]:
         """Where a round that starts at each position leaves the path for a branch; num_positions: nowhere."""
-        none, ends = self.num_positions, np.repeat(self.offsets[1:], np.diff(self.offsets))
+        none = self.num_positions
+        ends = np.repeat(self.offsets[1:], np.diff(self.offsets))
         marks = np.where(self.is_rejected, np.arange(none), none)
         following = np.minimum.accumulate(marks[::-1])[::-1]
         return np.where(following < ends, following, none)
@@ -321,11 +323,17 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
     names = [name for name in first.drafts if all(name in trace.drafts for trace in traces)]
     ends = [trace.num_positions for trace in traces]
     inputs = [trace.inputs for trace in traces if trace.inputs is not None]
+    drafts = {}
+    for name in names:
+        drafts[name] = np.concatenate(_paths_first([trace.drafts[name] for trace in traces], ends))
+    positions = {}
+    for name in first.positions:
+        positions[name] = np.concatenate([trace.positions[name] for trace in traces])
     return replace(
         first,
         rows=tuple(row for trace in traces for row in trace.rows),
-        drafts={name: np.concatenate(_paths_first([trace.drafts[name] for trace in traces], ends)) for name in names},
-        positions={name: np.concatenate([trace.positions[name] for trace in traces]) for name in first.positions},
+        drafts=drafts,
+        positions=positions,
         inputs=(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
         pieces=_joined_pieces(traces) if len(inputs) == len(traces) else (),
     )

@@ -96,14 +96,16 @@ def pairs_of(trace: Trace, head: Any) -> Pairs:
         last = np.zeros(trace.num_positions, dtype=bool)
         last[trace.offsets[1:] - 1] = True
         at = (~trace.is_rejected & ~last).nonzero()[0]
-        following, is_accepted = trace.first_drawn[at + 1], ~trace.is_rejected[at + 1]
+        following = trace.first_drawn[at + 1]
+        is_accepted = ~trace.is_rejected[at + 1]
     else:
         lengths = trace.branch_lengths
         passing = np.repeat(trace.num_passing, lengths)
         depths = trace.depths
         followed = ((depths < passing) & (depths + 1 < np.repeat(lengths, lengths))).nonzero()[0]
         at = trace.num_positions + followed
-        following, is_accepted = at + 1, depths[followed] + 1 < passing[followed]
+        following = at + 1
+        is_accepted = depths[followed] + 1 < passing[followed]
     score = token_scores(trace, head)
     pairs = Pairs(score[at], score[following], is_accepted.astype(np.float64))
     known = ~np.isnan(pairs.score) & ~np.isnan(pairs.next_score)
@@ -173,7 +175,8 @@ def token_rules_for(trace: Trace, every: Sequence[Times]) -> list[AutoTokenProb]
     logit, label = (torch.from_numpy(trace.signal(name)[drafted]) for name in (TOKEN_LOGIT, "acceptance_prob"))
     slope, offset = (float(number) for number in fit_logistic(observe(logit[None], label[None])))
     if slope < _LEAST_SLOPE:
-        slope, offset = _LEAST_SLOPE, float(label.double().mean().clamp(1e-6, 1 - 1e-6).logit())
+        slope = _LEAST_SLOPE
+        offset = float(label.double().mean().clamp(1e-6, 1 - 1e-6).logit())
     head = ScoreHead("logit_token_prob", "drawn", calibration_shift=offset / slope, temperature=1.0 / slope)
     names = [parameter.name for parameter in fields(Auto) if parameter.name != "head"]
     rules = []
@@ -193,7 +196,8 @@ def autos_for(head: Any, trace: Trace, every: Sequence[Times], *, is_online: boo
         is_online: learn lambda while decoding, with nothing from the trace but the index and the mean acceptance, which
             hold for all times; False: find its fixed point on the trace.
     """
-    index, stop_kind = index_of(trace, head)._asdict(), HeadPolicy(head).stop_kind
+    index = index_of(trace, head)._asdict()
+    stop_kind = HeadPolicy(head).stop_kind
     has_blocks = trace.block_size is not None
     lines = [times.line(stop_kind, trace.max_draft_length, has_blocks=has_blocks) for times in every]
     rules = [Auto(head, **line, is_online=is_online, **index) for line in lines]
@@ -255,7 +259,8 @@ def _settled(
     """Every lambda that is the throughput it leads to, give or take this share of it; `reached` takes the numbers of
     those that still move, and their rates.
     """
-    rates, moving = np.array(first), np.arange(len(first))
+    rates = np.array(first)
+    moving = np.arange(len(first))
     for _ in range(most_steps):
         before = rates[moving]
         rates[moving] = reached(moving, before)

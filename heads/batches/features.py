@@ -59,7 +59,8 @@ Batch = dict[str, Features]
 
 def of_timing(batch: Batch, timing: str) -> Features:
     """The features of heads of this timing, with their label as acceptance_prob."""
-    features, label = batch[STATE_TIMINGS[timing]], LABELS[timing]
+    features = batch[STATE_TIMINGS[timing]]
+    label = LABELS[timing]
     return features if label == "acceptance_prob" else features._replace(acceptance_prob=features.scalars[label])
 
 
@@ -286,7 +287,8 @@ def _allowed(name: str, values: Tensor) -> Tensor:
 
 def gathered(rows: Sequence[Row]) -> Features:
     """The drafted positions of rows, concatenated; hidden states are copied once, from the mapped file."""
-    lengths, stored = [len(row.drafted) for row in rows], [row.hidden for row in rows if row.hidden is not None]
+    lengths = [len(row.drafted) for row in rows]
+    stored = [row.hidden for row in rows if row.hidden is not None]
     is_pinned = torch.cuda.is_available()
     hidden = torch.empty(sum(lengths), stored[0].shape[1], dtype=stored[0].dtype, pin_memory=is_pinned)
     for row, states, part in zip(rows, stored, hidden.split(lengths), strict=True):
@@ -297,6 +299,7 @@ def gathered(rows: Sequence[Row]) -> Features:
 def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> Features:
     """The numbers of rows, concatenated, beside the hidden states of their drafted positions."""
     numbers = {name: torch.cat([row.numbers[name] for row in rows]) for name in rows[0].numbers}
-    probs, tokens = numbers.pop("acceptance_prob"), numbers.pop("token").long()
+    probs = numbers.pop("acceptance_prob")
+    tokens = numbers.pop("token").long()
     row_lengths = torch.cat([row.row_lengths for row in rows])
     return Features(hidden, numbers, probs, tokens, row_lengths, torch.tensor([len(row.drafted) for row in rows]))

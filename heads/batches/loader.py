@@ -95,7 +95,8 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
     def row_of(item: Item, timing: StateTiming) -> Row:
-        shard, (block, offset) = item[0], divmod(item[1], BLOCK_SIZE)
+        shard = item[0]
+        (block, offset) = divmod(item[1], BLOCK_SIZE)
         return block_rows(shard, block)[timing][offset]
 
     def read(items: Sequence[Item]) -> Batch | Rows:
@@ -136,11 +137,15 @@ class BatchLoader:
         finish: applied to each batch when it is taken, in the consumer's thread.
         is_included: filter of responses, only without a seed.
         """
-        self.read, self.lengths, self.batch_size, self.seed = read, lengths, batch_size, seed
+        self.read = read
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.seed = seed
         self.finish = finish
         self.process, self.items = process, list(filter(is_included, in_order(lengths)))
         self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
-        self.epoch, self._taken = 0, 0
+        self.epoch = 0
+        self._taken = 0
         self._resume: dict[str, int] | None = None
 
     def __len__(self) -> int:
@@ -159,7 +164,8 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # in a generator this runs when the first batch is taken, after set_epoch
-        resume, self._resume = self._resume, None
+        resume = self._resume
+        self._resume = None
         self._taken = resume["taken"] if resume and resume["epoch"] == self.epoch and resume["taken"] < len(self) else 0
         order = self.items if self.seed is None else shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
         rank, world_size = self.process

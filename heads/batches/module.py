@@ -190,7 +190,8 @@ class FeatureData(pl.LightningDataModule):
         return [shard for shard, start in zip(shards, starts, strict=False) if start < self.heads.num_train]
 
     def _open(self, split: str, paths: Sequence[dict[str, Path]]) -> list[FeatureShard]:
-        shards, starts = [], self._draft_starts()
+        shards = []
+        starts = self._draft_starts()
         for of_shard in paths:
             states = {timing: self._states.path(of_shard["labels"], timing) for timing in self.timings}
             shards.append(FeatureShard(**of_shard, states=states, columns=self.columns, draft_starts=starts))
@@ -237,7 +238,8 @@ def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairCon
     compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared["mixing_ratio"] = manifest.get("mixing_ratio"), data.mixing_ratio
     for name, source in (("target", pair.target), ("draft", pair.draft)):
-        recorded, described = manifest[name], {"name": source.path, "revision": source.revision}
+        recorded = manifest[name]
+        described = {"name": source.path, "revision": source.revision}
         with suppress(FileNotFoundError):  # a directory without config.json: an empty mount point, a tokenizer alone
             if Path(without_mtp(source).path).is_dir():
                 described = {"weights": describe_model(source)["weights"]}

@@ -37,7 +37,9 @@ class Evaluation:
         offset of the draft's own signal, by timing.
         """
         self._signals = signals
-        self._names, self._shift, self._temperature = list(map(str, specs)), shift, temperature
+        self._names = list(map(str, specs))
+        self._shift = shift
+        self._temperature = temperature
         self._rows, self._sums = dict[str, list[int]](), dict[str, dict[str, Sums]]()
         self._products = dict[str, Products]()
         for index, spec in enumerate(specs):
@@ -52,8 +54,11 @@ class Evaluation:
     def update(self, logits: Mapping[str, Tensor], batch: Batch) -> None:
         """Add a batch: timing -> [heads, tokens] logits, and the features that they were computed from."""
         for timing, logit in logits.items():
-            features, sums, rows = of_timing(batch, timing), self._sums[timing], self._rows[timing]
-            label, lengths = features.acceptance_prob, features.row_lengths
+            features = of_timing(batch, timing)
+            sums = self._sums[timing]
+            rows = self._rows[timing]
+            label = features.acceptance_prob
+            lengths = features.row_lengths
             if not len(label):  # the part of one of several processes may have no token
                 continue
             calibrated = (logit + self._shift[rows, None].to(logit)) / self._temperature[rows, None].to(logit)
@@ -69,7 +74,9 @@ class Evaluation:
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {scalar: …}}, "labels": {timing: …}}."""
-        heads, signals, labels = dict[str, Any](), {}, {}
+        heads = dict[str, Any]()
+        signals = {}
+        labels = {}
         for timing, rows in self._rows.items():
             sums = {name: of_batches.compute() for name, of_batches in self._sums[timing].items()}
             results = _head_results(sums, shift=self._shift[rows], temperature=self._temperature[rows])
@@ -88,7 +95,8 @@ def _head_results(sums: Mapping[str, Histogram], *, shift: Tensor, temperature: 
     affine = (torch.ones_like(shift), torch.zeros_like(shift)), (1 / temperature, shift / temperature)
     for way, of_heads in zip(_WAYS, affine, strict=True):
         token, survival = (sums[f"{way} {kind}"] for kind in _KINDS)
-        of_tokens, bins = _unstack(measures(tokens, *of_heads)._asdict()), _unstack(reliability(tokens, *of_heads))
+        of_tokens = _unstack(measures(tokens, *of_heads)._asdict())
+        bins = _unstack(reliability(tokens, *of_heads))
         of_positions = _unstack(measures(token)._asdict() | {"auroc": auroc(token)})
         of_survival = _unstack(measures(survival)._asdict())
         for index, result in enumerate(results):

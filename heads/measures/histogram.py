@@ -60,7 +60,8 @@ def observe(
     """The histogram of logits z, one row per head (or head and position), with soft labels P in [0, 1] and weights w
     (None: 1), of which there is one row per head, or one for all.
     """
-    z, p = logit.double(), acceptance_prob.double().expand_as(logit)
+    z = logit.double()
+    p = acceptance_prob.double().expand_as(logit)
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)
     bins = ((z.clamp(-LIMIT, LIMIT) + LIMIT) * (NUM_BINS / (2 * LIMIT))).long().clamp(max=NUM_BINS - 1)
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
@@ -89,13 +90,19 @@ def by_position(
         label: true values of the predictions if they are not acceptance_prob, as of prefix heads.
         is_draft: each row is one draft, as blocks are; otherwise drafts start at every position of a row.
     """
-    logit, prob = logit.double(), acceptance_prob.double()
-    num_tokens, ends = len(prob), row_lengths.cumsum(0)
+    logit = logit.double()
+    prob = acceptance_prob.double()
+    num_tokens = len(prob)
+    ends = row_lengths.cumsum(0)
     # tokens from each position to the end of its row: rows of 3 and 1 tokens give [3, 2, 1, 1]
     left = ends.repeat_interleave(row_lengths) - torch.arange(num_tokens, device=ends.device)
     is_start = left == row_lengths.repeat_interleave(row_lengths) if is_draft else left > 0
-    log_hat, reach, log_survival = F.logsigmoid(logit), torch.ones_like(prob), torch.zeros_like(logit)
-    label, token, survival = prob[None] if label is None else label.double(), [], []
+    log_hat = F.logsigmoid(logit)
+    reach = torch.ones_like(prob)
+    log_survival = torch.zeros_like(logit)
+    label = prob[None] if label is None else label.double()
+    token = []
+    survival = []
     for k in range(min(num_positions, num_tokens)):
         starts = num_tokens - k
         fits = (is_start[:starts] & (left[:starts] > k)).double()

@@ -42,7 +42,8 @@ class Products(Metric):
         response = torch.arange(len(response_lengths), device=label.device).repeat_interleave(response_lengths)
         nats = binary_kl(torch.cat([logit, signal[None]]), label)
         of_responses = nats.new_zeros(len(nats), len(response_lengths)).index_add_(1, response, nats)
-        heads, of_signal = of_responses[:-1], of_responses[-1]
+        heads = of_responses[:-1]
+        of_signal = of_responses[-1]
         shared = torch.stack([of_signal, response_lengths.double(), torch.ones_like(of_signal)], -1)
         values = torch.cat([heads[..., None], shared.expand(len(heads), -1, -1)], -1)
         self.sums.add_(torch.einsum("hri,hrj->hij", values, values))
@@ -54,7 +55,8 @@ class Products(Metric):
 
 def binary_kl(logit: Float[Tensor, "head token"], label: Float[Tensor, " token"]) -> Float[Tensor, "head token"]:
     """KL(P || sigmoid(z)) of each token in nats, float64."""
-    z, p = logit.double(), label.double()
+    z = logit.double()
+    p = label.double()
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
     return F.softplus(z) - p * z - entropy
 

@@ -141,7 +141,8 @@ def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
     heads = list(best_heads(results["dev"], specs).values())
     rows = []
     for name in sets:
-        labels, measured = next(iter(results[name]["labels"].values())), results[name]["heads"]
+        labels = next(iter(results[name]["labels"].values()))
+        measured = results[name]["heads"]
         cells = [f"{_cell(measured[head]['calibrated_kl'])}, {_cell(measured[head]['auroc'])}" for head in heads]
         rows.append([name, f"{labels['num_tokens']:,.0f}", f"{labels['mean_acceptance_prob']:.3f}", *cells])
     table = _markdown(["set", "tokens", "mean acceptance prob", *heads], rows)
@@ -157,4 +158,5 @@ def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, hi
 
 def _markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     header = " | ".join(columns).lstrip()  # a first column without a name is "| |"
-    return "\n".join([f"| {header} |", "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
+    rule = "".join("|---" for _ in columns)
+    return "\n".join([f"| {header} |", f"{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])

@@ -42,7 +42,8 @@ class Measures(NamedTuple):
 def measures(histogram: Histogram, slope: Tensor | float = 1.0, offset: Tensor | float = 0.0) -> Measures:
     """Metrics of sigmoid(slope z + offset); slope and offset by leading index."""
     z = _affine(histogram, slope, offset)
-    total, accepted = histogram.total, histogram.accepted.sum(-1)
+    total = histogram.total
+    accepted = histogram.accepted.sum(-1)
     prob = z.sigmoid()
     bce = ((histogram.weight * F.softplus(z)).sum(-1) - slope * histogram.product - offset * accepted) / total
     brier = ((histogram.weight * prob**2).sum(-1) - 2 * (histogram.accepted * prob).sum(-1) + histogram.squares) / total
@@ -66,13 +67,15 @@ def reliability(
     weight, predicted, true = (
         zeros.scatter_add(-1, index, x) for x in (histogram.weight, histogram.weight * prob, histogram.accepted)
     )
-    divisor, total = weight.clamp_min(1e-300), histogram.total.clamp_min(1e-300)
+    divisor = weight.clamp_min(1e-300)
+    total = histogram.total.clamp_min(1e-300)
     return {"share": weight / total[..., None], "predicted": predicted / divisor, "true": true / divisor}
 
 
 def auroc(histogram: Histogram) -> Float[Tensor, "*lead"]:
     """Soft-label AUROC; tokens in one bin of the logit (1/64 wide) count as ties."""
-    positive, negative = histogram.accepted, histogram.weight - histogram.accepted
+    positive = histogram.accepted
+    negative = histogram.weight - histogram.accepted
     below = negative.cumsum(-1) - negative
     return (positive * (below + negative / 2)).sum(-1) / (positive.sum(-1) * negative.sum(-1))
 
@@ -122,9 +125,11 @@ def sequential_temperatures(
     """
     grid = torch.logspace(-1, 1, 41, dtype=torch.float64)
     fitted: dict[str, list[float]] = {"temperatures": [], "ece_before": [], "ece_after": []}
-    before, after = torch.zeros_like(logits[:, 0]), torch.zeros_like(logits[:, 0])
+    before = torch.zeros_like(logits[:, 0])
+    after = torch.zeros_like(logits[:, 0])
     for logit, label in zip(logits.T, survival.T, strict=True):
-        before, candidates = before + F.logsigmoid(logit), after + F.logsigmoid(logit / grid[:, None])
+        before = before + F.logsigmoid(logit)
+        candidates = after + F.logsigmoid(logit / grid[:, None])
         predicted = torch.cat([before[None], candidates]).clamp(max=-1e-12)
         errors = measures(observe(predicted - torch.log(-torch.expm1(predicted)), label[None])).ece
         best = int(errors[1:].argmin())

@@ -80,7 +80,8 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
     remedy = "export a linear prefix head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
     if head.timing != "prefix" or head.depth or head.inputs.scalars or head.inputs.is_normalised:
         raise ValueError(f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; {remedy}")
-    weight, size = head.out.weight.detach(), f"the head {name} has width {head.hidden_size}"
+    weight = head.out.weight.detach()
+    size = f"the head {name} has width {head.hidden_size}"
     if head.hidden_size < width:
         remedy = "export a head that was trained for this draft"
         raise ValueError(f"{size}, but this draft's confidence head has {width}; {remedy}")

@@ -129,7 +129,8 @@ def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:
     """The config.json of a head; ValueError if it is not a JSON object with `keys` or a value has the wrong type."""
     config = read_json(path, remedy=_EXPORT, keys=keys)
     for key in [key for key in _KINDS if key in config]:
-        value, kinds = config[key], _KINDS[key]
+        value = config[key]
+        kinds = _KINDS[key]
         is_bool_for_number = isinstance(value, bool) and bool not in kinds
         is_list_of_others = isinstance(value, list) and not all(isinstance(item, str) for item in value)
         if not isinstance(value, kinds) or is_bool_for_number or is_list_of_others:
@@ -151,7 +152,8 @@ def rank_of(metrics: Mapping[str, float]) -> tuple[bool, float]:
 
 def read_head_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and the tensors of a head, which `checked` compares."""
-    path, weights = directory / "config.json", directory / WEIGHTS
+    path = directory / "config.json"
+    weights = directory / WEIGHTS
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is a file, not an exported head; name the head's directory")
     if not path.is_file():

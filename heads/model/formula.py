@@ -144,7 +144,8 @@ def stack_forward(
     architecture: Architecture = ARCHITECTURES[PAPERS],
 ) -> Float[Tensor, "heads tokens"]:
     """The logit f of every head for every token. Heads without blocks have no dropout."""
-    blocks, stream = blocks_of(weights), hidden
+    blocks = blocks_of(weights)
+    stream = hidden
     if "mix.weight" in weights:
         shifted = stream + weights["mix.bias"][:, None]
         stream = torch.baddbmm(shifted, inputs, weights["mix.weight"].mT)  # type: ignore[arg-type]

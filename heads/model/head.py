@@ -47,7 +47,8 @@ from store.shards import write_atomic
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
-_MAX_DEPTH, _MAX_WIDTH = 1000, 10**6
+_MAX_DEPTH = 1000
+_MAX_WIDTH = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         super().__init__()
         if not 1 <= hidden_size <= _MAX_WIDTH:
             raise ValueError(f"hidden_size is {hidden_size}; use the draft's width, from 1 to {_MAX_WIDTH:,}")
-        self.hidden_size, self.depth, self.timing, self.architecture = hidden_size, depth, timing, architecture
+        self.hidden_size = hidden_size
+        self.depth = depth
+        self.timing = timing
+        self.architecture = architecture
         self.inputs = Inputs.of(scalars, embedding, timing, is_normalised)
         self.shape_name = str(HeadShape(timing, self.inputs, depth, architecture))
         self.provenance = provenance or Provenance()
@@ -198,7 +202,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         ValueError if an input is missing, or given to a head that does not read it.
         """
-        inputs, dtype = self.inputs.concatenated(scalars, embedding), self.out.weight.dtype
+        inputs = self.inputs.concatenated(scalars, embedding)
+        dtype = self.out.weight.dtype
         # one head is a stack of one, so that the formula is written once
         weights = {name: parameter[None] for name, parameter in self.named_parameters()}
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])

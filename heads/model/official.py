@@ -32,7 +32,8 @@ def read_official_head(source: str | Path, provenance: Provenance) -> Acceptance
 
 def _converted(tensors: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Tensors of an `AcceptanceHead`: one logit z_1 - z_0, and D separate blocks, of which the file may have one."""
-    num_stored, converted = len([name for name in tensors if name.endswith("linear.weight")]), dict[str, Tensor]()
+    num_stored = len([name for name in tensors if name.endswith("linear.weight")])
+    converted = dict[str, Tensor]()
     for name, tensor in tensors.items():
         block, part = name.removeprefix("model.").split(".", 1) if re.match(r"model\.\d+\.", name) else ("", name)
         if part.startswith("linear."):

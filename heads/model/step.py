@@ -48,7 +48,9 @@ class StepwiseHead:
         """`head` is in evaluation mode, on the hidden states' device; it needs `vocabulary` if it reads embeddings."""
         assert vocabulary is not None or not head.inputs.embedding, "this head reads the draft's embeddings"
         self.inputs, self.architecture = head.inputs, architecture_of(head.architecture)
-        self.dtype, self.device, self.hidden_size = head.out.weight.dtype, head.out.weight.device, head.hidden_size
+        self.dtype = head.out.weight.dtype
+        self.device = head.out.weight.device
+        self.hidden_size = head.hidden_size
         weights = {name: weight.detach() for name, weight in head.named_parameters()}
         self.mix_bias, count = weights.get("mix.bias"), len(head.inputs.scalars)
         self._vocabulary = vocabulary if head.inputs.embedding else None
@@ -93,7 +95,8 @@ class StepwiseHead:
     def _computed_terms(self, tokens: Int[Tensor, " tokens"]) -> Terms:
         assert self._vocabulary is not None
         embeddings = self.inputs.taken(self._vocabulary.embedding(tokens).detach().to(self.dtype))
-        mix, bias = self._of_embedding.get("mix.weight"), self.mix_bias
+        mix = self._of_embedding.get("mix.weight")
+        bias = self.mix_bias
         stream = None if mix is None or bias is None else embeddings @ mix.T + bias
         return stream, embeddings @ self._of_embedding["skip.weight"][0]
 
@@ -107,12 +110,14 @@ class HostHead:
 
     def __init__(self, head: StepwiseHead, *, names: Sequence[str] | None = None) -> None:
         """`head` is on the CPU; `names` are those of the numbers that `score` gets; None: the head's scalars alone."""
-        self._head, scalars = head, head.inputs.scalars
+        self._head = head
+        scalars = head.inputs.scalars
         self._columns_read = [(scalars if names is None else tuple(names)).index(name) for name in scalars]
         self._dtype = torch.float64 if head.dtype == torch.float64 else torch.float32
         weights = {name: self._of(weight[0]) for name, weight in head.weights.items()}
         self._added, self._blocks = head.architecture.added_to_token, blocks_of(weights)
-        self._out, self._out_bias = weights["out.weight"], weights["out.bias"]
+        self._out = weights["out.weight"]
+        self._out_bias = weights["out.bias"]
         with torch.inference_mode(False):  # memory made in inference mode could not be written to outside it
             self._stream = torch.empty(head.hidden_size, dtype=self._dtype)
         self._values = self._stream.numpy()

@@ -79,7 +79,9 @@ def settled(config: Config) -> Config:
     grid(config.heads)  # report invalid settings before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
     refuse_older(manifest, config.data.dir)
-    heads, trainer, choices = config.heads, dict(config.trainer), []
+    heads = config.heads
+    trainer = dict(config.trainer)
+    choices = []
     if heads.learning_rate is None:
         width = manifest["draft"]["hidden_size"]
         heads = replace(heads, learning_rate=min(_HIGHEST_RATE, float(f"{_RATE_TIMES_WIDTH / width:.2g}")))
@@ -153,7 +155,8 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
 
 
 def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
-    manifest, recorded = data.manifest, data.manifest.get("recorded", {})
+    manifest = data.manifest
+    recorded = data.manifest.get("recorded", {})
     models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
     training = {"prompts": manifest["prompts"], "responses": data.num_responses("train")}

@@ -88,7 +88,8 @@ class RunDirectory:
 
     def read(self) -> dict[str, Any]:
         """run.json; empty if there is none."""
-        path, keys = self.path / "run.json", ("run", "data", "config", "processes")
+        path = self.path / "run.json"
+        keys = ("run", "data", "config", "processes")
         remedy = "delete it to continue without comparing configs"
         return read_json(path, remedy=remedy, keys=keys) if path.is_file() else {}
 
@@ -158,7 +159,8 @@ def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, pa
             if old.get(name) != new[name] and f"{section}.{name}" not in _FREE_TO_CHANGE:
                 run = f"{path} has a run with {section}.{name} = {old.get(name)!r}"
                 raise ValueError(f"{run}, but this config has {new[name]!r}; {remedy}")
-    written, processes = on_disk["processes"], described["processes"]
+    written = on_disk["processes"]
+    processes = described["processes"]
     dropout = described["config"]["heads"]["dropout"]
     if written != processes and any(dropout):
         raise ValueError(

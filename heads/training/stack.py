@@ -30,7 +30,8 @@ class HeadStack(nn.Module):
         self, shape: HeadShape, reject_weights: Sequence[float], dropout: float = 0.0, *, hidden_size: int, seed: int
     ) -> None:
         super().__init__()
-        self.shape, self.hidden_size = shape, hidden_size
+        self.shape = shape
+        self.hidden_size = hidden_size
         self.specs = [HeadSpec(shape, weight, dropout) for weight in reject_weights]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{seed}/{shape}".encode()))
@@ -151,7 +152,8 @@ class HeadStack(nn.Module):
 
     def _centred(self) -> dict[str, Tensor]:
         """The weights that read `columns`."""
-        hidden, inputs = self.hidden_scaling.centred(), self.input_scaling.identity()
+        hidden = self.hidden_scaling.centred()
+        inputs = self.input_scaling.identity()
         return folded(self.weights, hidden, inputs, architecture=self.architecture)
 
     def _logits(

@@ -283,7 +283,8 @@ class Sweep(pl.LightningModule):
 
     def heads(self) -> dict[str, AcceptanceHead]:
         """Every head by name, with its current weights (see `use_selected`) and its provenance."""
-        exported, temperatures = {}, iter(self.temperature.tolist())
+        exported = {}
+        temperatures = iter(self.temperature.tolist())
         for stack in self.by_shape:
             for index, spec in enumerate(stack.specs):
                 shared = dict(self.facts["provenance"])
@@ -302,7 +303,8 @@ class Sweep(pl.LightningModule):
 
     def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """hidden, scalars and embedding of the tokens that a stack scores."""
-        features, inputs = of_timing(batch, stack.shape.timing), stack.shape.inputs
+        features = of_timing(batch, stack.shape.timing)
+        inputs = stack.shape.inputs
         # `build` passes the draft's embeddings if a head reads them
         embedding = self._embedding[0][features.token] if inputs.embedding and self._embedding else None
         return features.hidden.to(stack.reject_weights.dtype), inputs.stacked(features.scalars), embedding

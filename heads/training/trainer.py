@@ -95,7 +95,8 @@ def make_trainer(config: Config) -> pl.Trainer:
             "strategy ddp from a command line"
         )
     if config.heads.batch_size % trainer.world_size:
-        size, processes = config.heads.batch_size, f"{trainer.world_size} processes (trainer.devices x num_nodes)"
+        size = config.heads.batch_size
+        processes = f"{trainer.world_size} processes (trainer.devices x num_nodes)"
         remedy = f"use a multiple of {trainer.world_size}, or fewer devices"
         raise ValueError(f"heads.batch_size is {size}, but {processes} share each batch; {remedy}")
     return trainer
@@ -104,7 +105,8 @@ def make_trainer(config: Config) -> pl.Trainer:
 def trainer_arguments(config: Config) -> dict[str, Any]:
     """The `trainer` section with defaults: one device, loggers, checkpoints, the project's progress bar."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
-    path, is_bare = Path(config.heads.dir), arguments.get("barebones")
+    path = Path(config.heads.dir)
+    is_bare = arguments.get("barebones")
     if arguments.get("logger", True) is True and not is_bare:
         arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
     callbacks = _listed(arguments.get("callbacks"))

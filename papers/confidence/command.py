@@ -32,8 +32,11 @@ from lm.features.dspark import DSpark
 from store.progress import Bar
 from store.shards import write_atomic
 
-OWN, VLLM, PERFECT = "confidence head", "vLLM's estimator", "perfect confidence"
-ONE_REFIT, PER_POSITION = f"{OWN}, one offset and slope", f"{OWN}, an offset and slope per position"
+OWN = "confidence head"
+VLLM = "vLLM's estimator"
+PERFECT = "perfect confidence"
+ONE_REFIT = f"{OWN}, one offset and slope"
+PER_POSITION = f"{OWN}, an offset and slope per position"
 _MEASURES = {
     "brier": "Brier score",
     "kl": "KL",
@@ -60,7 +63,8 @@ class Drafts(NamedTuple):
 
     def histograms(self, logit: Float[Tensor, "draft position"]) -> Iterator[Histogram]:
         """Histograms of tokens and of the survival of drafts, by position, and of all positions in the last row."""
-        at, lengths = self.is_token, self.is_token.sum(1)
+        at = self.is_token
+        lengths = self.is_token.sum(1)
         settings: dict[str, Any] = {"row_lengths": lengths, "num_positions": at.shape[1], "is_draft": True}
         for parts in by_position(logit[at][None], self.acceptance_prob[at], label=self.rate[at][None], **settings):
             yield Histogram(*(torch.cat([part, part.sum(0, keepdim=True)]) for part in parts))
@@ -70,7 +74,8 @@ class Drafts(NamedTuple):
         those with the largest predicted survival.
         """
         predicted = functional.logsigmoid(logit).masked_fill(~self.is_token, -torch.inf).cumsum(1)
-        survival, num = self.acceptance_prob.cumprod(1), int(self.is_token.sum()) // 2
+        survival = self.acceptance_prob.cumprod(1)
+        num = int(self.is_token.sum()) // 2
         best = predicted.flatten().argsort(descending=True, stable=True)[:num]
         kept = torch.zeros_like(survival).flatten().index_fill(0, best, 1.0).view_as(survival) * survival
         return torch.cat([kept.sum(0) / survival.sum(0), (kept.sum() / survival.sum())[None]])
@@ -85,7 +90,8 @@ def judge(config: Config, *, json: bool = False) -> None:
     heads = {name: head for name, head in Experiment(config).heads.items() if head.timing == "prefix"}
     read = partial(_read, data, draft, heads, config.pair.sampling.temperature or 1.0)
     with printing(json) as publish:
-        dev, by_split = read("dev"), {}
+        dev = read("dev")
+        by_split = {}
         for split in (name for name in data.tested if name.startswith("test")):
             drafts = read(split)
             by_split[split] = [score_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
@@ -122,7 +128,8 @@ def _cells(score: Mapping[str, Any], measure: str) -> dict[str, str]:
 def _read(
     data: FeatureData, draft: DSpark, heads: Mapping[str, AcceptanceHead], temperature: float, split: str
 ) -> Drafts:
-    parts, (name, _, only) = [], split.partition("/")
+    parts = []
+    (name, _, only) = split.partition("/")
     for batch in Bar(data.loader(name, only=only), desc=f"read {split}", unit="batches"):
         features = of_timing(batch, "prefix")
         states = features.hidden.float().to(draft.device, draft.dtype)
@@ -143,7 +150,8 @@ def _read(
 
 def predictors(dev: Drafts, test: Drafts) -> dict[str, Float[Tensor, "draft position"]]:
     """Every predictor with its logits on test, the draft's own first."""
-    base, (of_tokens, _) = test.logits[OWN], dev.histograms(dev.logits[OWN])
+    base = test.logits[OWN]
+    (of_tokens, _) = dev.histograms(dev.logits[OWN])
     slopes, offsets = fit_logistic(of_tokens)
     refits = {ONE_REFIT: slopes[-1] * base + offsets[-1], PER_POSITION: slopes[:-1] * base + offsets[:-1]}
     return {OWN: base, **refits, **test.logits, VLLM: estimated_online(dev, test), PERFECT: test.rate.logit(1e-12)}
@@ -159,26 +167,33 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, "draft position"]:
     """
     slope, offset = torch.tensor([0.5, -0.2], dtype=torch.float64)
     for drafts in streams:
-        logits, labels = [], drafts.acceptance_prob
+        logits = []
+        labels = drafts.acceptance_prob
         reach = functional.pad(labels.cumprod(1)[:, :-1], (1, 0), value=1.0) * drafts.is_token
         steps = (part.split(_REFIT_INTERVAL) for part in (drafts.max_logit, labels, reach))
         for x, label, weight in zip(*steps, strict=True):
             logits.append(slope * x + offset)
             prob = logits[-1].sigmoid()
-            curvature, error = weight * prob * (1 - prob), weight * (label - prob)
-            cross, diag, pull, num = (curvature * x).sum(0), curvature.sum(0) + _RIDGE, error.sum(0), weight.sum(0)
+            curvature = weight * prob * (1 - prob)
+            error = weight * (label - prob)
+            cross = (curvature * x).sum(0)
+            diag = curvature.sum(0) + _RIDGE
+            pull = error.sum(0)
+            num = weight.sum(0)
             slope_step = (error * x).sum() - (cross * pull / diag).sum()
             slope_step = slope_step / ((curvature * x * x).sum() + _RIDGE - (cross**2 / diag).sum())
             slope_step = slope_step * num.sum() / (num.sum() + _DAMPING)
             slope_step = slope_step if slope + slope_step >= 0 else torch.zeros_like(slope)
-            slope, offset = slope + slope_step, offset + (pull - cross * slope_step) / diag * num / (num + _DAMPING)
+            slope = slope + slope_step
+            offset = offset + (pull - cross * slope_step) / diag * num / (num + _DAMPING)
     return torch.cat(logits)
 
 
 def score_of(name: str, drafts: Drafts, logit: Float[Tensor, "draft position"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
     token, survival = drafts.histograms(logit)
-    of_token, of_survival = measures(token), measures(survival)
+    of_token = measures(token)
+    of_survival = measures(survival)
     values = {
         **{measure: getattr(of_token, measure) for measure in ("brier", "kl", "ece")},
         "auroc": auroc(token),

@@ -22,8 +22,12 @@ from heads.model.head import AcceptanceHead
 from lm import CachedModel
 from papers.hierarchies.decoded import MICRO_ALONE, version_of
 
-NO_DRAFT, PLAIN = "target alone", "sd"
-PRE, SELF, BOTH, HSDDW = "sd + pre-verify", "sd + self-verify", "sd + pre-verify + self-verify", "HSDDW"
+NO_DRAFT = "target alone"
+PLAIN = "sd"
+PRE = "sd + pre-verify"
+SELF = "sd + self-verify"
+BOTH = "sd + pre-verify + self-verify"
+HSDDW = "HSDDW"
 WINDOW = 10
 """K of HSDDW, the length of its window."""
 _LENGTHS = (5, 1, 2, 3, 4, 7, 10)
@@ -39,10 +43,14 @@ def hierarchies_of(
     entropies; `max_rejection_prob` is the threshold of both, on their calibrated probabilities.
     """
     loop = partial(trio.decoder, sampling=experiment.sampling, max_draft_length=experiment.decode.max_draft_length)
-    made, windowed = partial(_competitor, loop), partial(_windowed, trio)
-    lengths, window, stop = [{"k": k} for k in _LENGTHS], [{"window": WINDOW}], SelfVerify()
+    made = partial(_competitor, loop)
+    windowed = partial(_windowed, trio)
+    lengths = [{"k": k} for k in _LENGTHS]
+    window = [{"window": WINDOW}]
+    stop = SelfVerify()
     svip = [{"max_sqrt_entropy": 0.3}]
-    inner, schedules = [{"n": n, "k": k} for n, k in _INNER], [{"m": m, "n": n} for m, n in _SCHEDULES]
+    inner = [{"n": n, "k": k} for n, k in _INNER]
+    schedules = [{"m": m, "n": n} for m, n in _SCHEDULES]
     competitors = [
         made(NO_DRAFT, [{}], lambda: ModelDrafter(trio.draft, FixedLength(0))),
         made(PLAIN, lengths, lambda k: ModelDrafter(trio.draft, FixedLength(k))),
@@ -60,9 +68,11 @@ def hierarchies_of(
         _, of_draft = policies = tuple(
             HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads.values()
         )
-        names, threshold = [Path(path).name for path in heads], {"max_rejection_prob": max_rejection_prob}
+        names = [Path(path).name for path in heads]
+        threshold = {"max_rejection_prob": max_rejection_prob}
         made = partial(made, version=version_of(*policies))
-        plain, full = {"head": names[1]} | threshold, {"window": WINDOW, "heads": " + ".join(names)} | threshold
+        plain = {"head": names[1]} | threshold
+        full = {"window": WINDOW, "heads": " + ".join(names)} | threshold
         competitors += [
             made("sd with head", [plain], lambda **_: ModelDrafter(trio.draft, of_draft), of_draft),
             made("HSDDW with heads", [full], windowed(policies=policies), *policies),

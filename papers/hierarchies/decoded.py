@@ -126,10 +126,11 @@ class StoredLoop:
                 warm_up=(prompts[0], _WARM_UP_TOKENS),
             )
         at = [list(requests).index(_name_of(ids)) for ids in prompts]  # a prompt may be there twice
-        return [
-            decoded_of(entry, [[runs[name][index] for index in at] for name in members_of(entry)])
-            for entry in competitors
-        ]
+        decoded = []
+        for entry in competitors:
+            members = [[runs[name][index] for index in at] for name in members_of(entry)]
+            decoded.append(decoded_of(entry, members))
+        return decoded
 
     def _arm_of(self, competitor: Competitor) -> Callable[[tuple[list[int], int]], Clocked]:
         """A competitor at its only setting; its models are loaded where it first decodes."""

@@ -43,10 +43,13 @@ def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict
     """One row per competitor, decoded on the test prompts at one setting each, the target alone first: counts of three
     models, sigma, eta, measured speed-ups, and those predicted at fitted times and at given ones of other hardware.
     """
-    rows, alone = [], decoded[0].result()
+    rows = []
+    alone = decoded[0].result()
     plain = next(member.played for member in decoded if member.competitor.family == PLAIN)
     for member in decoded:
-        result, played, counts = member.result(), member.played, member.played.total()
+        result = member.result()
+        played = member.played
+        counts = member.played.total()
         rows.append(
             {
                 "drafter": result.family,
@@ -97,7 +100,8 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
     `shares` are t_stop / t_draft of each kind of stop. `low` and `high` are the 95 % interval of the gain between the
     two winners; it does not include that each is the best of several on the same prompts.
     """
-    rows, measured_ratio = [], times.t_draft_s / times.alone_s
+    rows = []
+    measured_ratio = times.t_draft_s / times.alone_s
     for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
         at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares)
         (plain, of_plain, plain_speed), (best, of_best, speed) = fastest_sides(decoded, at)

@@ -47,7 +47,8 @@ def break_even(hierarchy: Played, plain: Played, times: Times) -> float:
 
     From T_hierarchy / N = T_plain / N' at these t_draft and t_target, solved for t_micro.
     """
-    three, two = hierarchy.total(), plain.total()
+    three = hierarchy.total()
+    two = plain.total()
     three_s, two_s = (float(replace(times, t_micro_s=0.0).time_s(played).sum()) for played in (hierarchy, plain))
     spare_s = two_s * three.num_emitted / two.num_emitted - three_s
     return float(spare_s / (three.num_micro_forwards * times.t_draft_s))
@@ -62,7 +63,8 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
     kinds = list(dict.fromkeys(filter(None, stops)))
 
     def drafting(later: Played) -> list[Array]:
-        micro, draft = later.counts.num_micro_forwards, later.counts.num_draft_forwards
+        micro = later.counts.num_micro_forwards
+        draft = later.counts.num_draft_forwards
         stopped = (micro * (kind == later.micro_stop_kind) + draft * (kind == later.stop_kind) for kind in kinds)
         return [micro, draft, *stopped]
 
@@ -74,7 +76,8 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
     stop_s = dict(zip(kinds, t_stop_s, strict=True))
-    draft, target = Curve.line(t_draft_s), Curve.line(t_target_s)
+    draft = Curve.line(t_draft_s)
+    target = Curve.line(t_target_s)
     return Times(draft, target, "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
 
 
@@ -95,7 +98,8 @@ def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) ->
     draft_counts = rows(drafting(later) for later in every)
     target_counts = rows(verifying(later) for later in every)
     draft_s, target_s = rows([of["drafting_s"], of["verifying_s"]] for of in seconds).T
-    step_s, verify_s = least_absolute(draft_counts, draft_s), least_absolute(target_counts, target_s)
+    step_s = least_absolute(draft_counts, draft_s)
+    verify_s = least_absolute(target_counts, target_s)
     total = draft_s + target_s
     residual = total - draft_counts @ step_s - target_counts @ verify_s
     r2 = 1 - float(residual @ residual) / float(((total - total.mean()) ** 2).sum() or 1.0)

@@ -40,7 +40,8 @@ def theory(
     json: bool = False,
 ) -> None:
     """Run `acceptance-heads theory`; `configs.measuring` documents its flags."""
-    rows, best = list(rows_of(rates, costs)), best_settings(rates, costs)
+    rows = list(rows_of(rates, costs))
+    best = best_settings(rates, costs)
     bounds = {"Pinsker": forms.pinsker, "Bretagnolle-Huber": forms.bretagnolle_huber}
     bound_rows = [
         {"KL in nats": f"{kl:g}"} | {name: f"{bound(kl):.3f}" for name, bound in bounds.items()} for kl in _DIVERGENCES
@@ -51,7 +52,8 @@ def theory(
     ]
     directory = Path(config.decode.dir) / "theory"
     directory.mkdir(parents=True, exist_ok=True)
-    table, figure = directory / "theory.csv", directory / "chen-figure-1.png"
+    table = directory / "theory.csv"
+    figure = directory / "chen-figure-1.png"
     write_atomic(table, pd.DataFrame(rows).to_csv(index=False).encode())
     plot_interleaved(figure, rates=rates[:2], costs=costs)
     with printing(json) as publish:
@@ -71,7 +73,8 @@ def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[d
     for rate, cost in zip(rates, costs, strict=False):
         best = forms.best_draft_length(rate, cost)
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
-            setting, tokens = f"a={rate} K={length}", forms.expected_tokens(rate, length)
+            setting = f"a={rate} K={length}"
+            tokens = forms.expected_tokens(rate, length)
             if length == best:
                 setting += " (best)"
             row = {"form": "Leviathan", "setting": setting, "tokens": tokens}
@@ -84,7 +87,8 @@ def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[d
 def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tokens, forms.Rates]]:
     """Algorithm with three models -> its form and its two rates."""
     small, medium, inner = rates
-    chen, pre_verified = (forms.interleaved_tokens, (small, medium)), (forms.pre_verified_tokens, (inner, medium))
+    chen = (forms.interleaved_tokens, (small, medium))
+    pre_verified = (forms.pre_verified_tokens, (inner, medium))
     return {"Chen": chen, "pre-verified": pre_verified}
 
 
@@ -116,7 +120,8 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     label = "interleaved, best m and n"
     at_best.plot(small_rates, [of[_CHEN][1] for of in best], "--", color="tab:red", label=label)
     at_best.axhline(best[0]["medium alone"][1], color="tab:green", label="medium alone, best K")
-    n, gain = "n, small tokens per block", "speed-up over the target alone"
+    n = "n, small tokens per block"
+    gain = "speed-up over the target alone"
     title = f"rates {small} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
     tokens.set(title="closed form", xlabel=n, ylabel="tokens per target forward")
     speed.set(title=title, xlabel=n, ylabel=gain)
