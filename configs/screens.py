@@ -60,7 +60,7 @@ def options_of(command: Callable[..., Any]) -> list[Option]:
     return [option for option in options if option.flag[2:].split(".")[0] not in settings]
 
 
-def settings_of(section: str) -> list[Option]:
+def section_options(section: str) -> list[Option]:
     """Every setting of a section of the YAML, as flags."""
     return list(_options(class_parser(SECTIONS[section], section)))
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # acceptance-heads may not be installed where the
 
 from configs.command import SECTIONS
 from configs.front import COMMANDS, TRAINING
-from configs.screens import Option, options_of, settings_of, summary_of, usage_of
+from configs.screens import Option, options_of, section_options, summary_of, usage_of
 
 ROOMS = ("decode", "heads", "data_gen", "evaluation", "configs")
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md")
@@ -78,7 +78,7 @@ def settings() -> str:
     """Every setting of the YAML, section by section."""
     lines = ["# Settings", "", "Every key of the YAML. Each is also a flag, for example `--data.num_train 4096`.", ""]
     for section in SECTIONS:
-        lines += [f"## {section}: {_TITLES[section]}", "", *_table(settings_of(section), has_kind=True), ""]
+        lines += [f"## {section}: {_TITLES[section]}", "", *_table(section_options(section), has_kind=True), ""]
     trainer = "Any argument of pytorch_lightning.Trainer, such as `max_epochs`, `devices`, `precision` and `logger`."
     return "\n".join([*lines, "## trainer: Lightning's", "", trainer, ""])
 

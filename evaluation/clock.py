@@ -206,7 +206,7 @@ def clock_dataset(
 ) -> ClockReport:
     """The first test prompts of one dataset, every turn of each once, on the loop of the config."""
     loop = PrimedLoop.of(experiment, ends_at_eos=True)
-    rows = rows_of(test, num_prompts)
+    rows = clocked_rows(test, num_prompts)
     alone = next(replay_arms([Competitor(ALONE, ALONE, FixedLength(0), ({},))], Splits(test, test)))
     runners = [result_of(alone, 0, contest.times)]
     runners += [result for name, result in contest.results.items() if name not in REPLAYED]
@@ -216,7 +216,7 @@ def clock_dataset(
     return report_of(on_clock, runners, contest.times, dataset=contest.dataset, about=about)
 
 
-def rows_of(trace: Trace, num_prompts: int) -> list[int]:
+def clocked_rows(trace: Trace, num_prompts: int) -> list[int]:
     """Rows of the first prompts, each turn with its first draw."""
     firsts = {(row.dataset, row.id): number for number, row in reversed([*enumerate(trace.rows)])}
     return sorted(number for number in firsts.values() if trace.prompt_of_row[number] < num_prompts)

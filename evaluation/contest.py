@@ -256,7 +256,7 @@ def fastest(results: Iterable[Result]) -> Result:
     return max(results, key=lambda result: result.on_dev or 0.0)
 
 
-def best_heads(results: Mapping[str, Result]) -> dict[Timing, AcceptanceHead]:
+def fastest_heads(results: Mapping[str, Result]) -> dict[Timing, AcceptanceHead]:
     """Timing -> the head that is fastest on dev, whatever it reads."""
     rivals = {timing: [results[name] for name in names if name in results] for timing, names in HEADS_OF.items()}
     return {timing: fastest(members).competitor.policy.heads[0] for timing, members in rivals.items() if members}

@@ -80,7 +80,7 @@ def refusal_of(model: PreTrainedModel, purpose: str, remedy: str) -> Refusal:
     return lambda reason: ValueError(f"{type(model).__name__} cannot {purpose}: {reason}; {remedy}")
 
 
-def check(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
+def check_feeds(model: PreTrainedModel, way: str, plan: Plan, refusal: Refusal) -> None:
     """Raise ValueError unless the feeds of a plan give what plain forwards give; a model passes each `way` once."""
     passed = _PASSED.setdefault(model, {})
     seeds = (0,) if model.dtype == torch.float64 else (0, 1)
@@ -120,11 +120,11 @@ def check_batch(cached: Cached, batch_class: Callable[[Cached, int], Any]) -> No
 
 
 def _check_full_attention(cached: Cached, way: str, plan: Plan, refusal: Refusal) -> None:
-    """`check` a model whose cache has layers of full attention alone; others are refused."""
+    """`check_feeds` a model whose cache has layers of full attention alone; others are refused."""
     kinds = {type(layer) for layer in DynamicCache(config=cached.model.config).layers}
     if others := sorted(kind.__name__ for kind in kinds - {DynamicLayer}):
         raise refusal(f"its cache has {', '.join(others)}")
-    check(cached.model, way, plan, refusal)
+    check_feeds(cached.model, way, plan, refusal)
     cached.reset()
 
 

@@ -56,7 +56,7 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from papers.hierarchies.configurations import NO_DRAFT
 from papers.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
-from papers.hierarchies.times import fitted
+from papers.hierarchies.times import fitted_seconds
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
 """Part of the target's name -> the threshold that the paper chose for its pair."""
@@ -141,7 +141,7 @@ def category_rows(speeds: Mapping[str, Mapping[str, float]]) -> list[dict[str, s
     ]
 
 
-class Draft(NamedTuple):
+class DraftKind(NamedTuple):
     """A kind of draft that a table has rows for: chains or trees."""
 
     name: str
@@ -153,12 +153,12 @@ class Draft(NamedTuple):
     """Levels between two evaluations of a stop, as settings."""
 
 
-CHAIN = Draft("chain", 4)
-CAPE = Draft("CaPE", 4, SHAPES["cape"])
-EAGLE_2 = Draft("EAGLE-2", 6, SHAPES["eagle2"], every=({"every": 2}, {"every": 1}))
+CHAIN = DraftKind("chain", 4)
+CAPE = DraftKind("CaPE", 4, SHAPES["cape"])
+EAGLE_2 = DraftKind("EAGLE-2", 6, SHAPES["eagle2"], every=({"every": 2}, {"every": 1}))
 
 
-def competitor_of(experiment: Experiment, models: PairModels, draft: Draft, stop: Competitor) -> Competitor:
+def competitor_of(experiment: Experiment, models: PairModels, draft: DraftKind, stop: Competitor) -> Competitor:
     """A stop on a draft; `models` hold trees."""
 
     def build(every: int = 1, **setting: Any) -> SpeculativeDecoder:
@@ -180,7 +180,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
     """The part of Tables 3 and 4 that this draft makes; ValueError for no test or dev prompts, and for a draft or a
     target that cannot hold a tree.
     """
-    stops = stops_of(experiment, specs)
+    stops = stop_competitors(experiment, specs)
     drafting = experiment.pair.drafting
     drafts = {"3": [CHAIN, CAPE]} if not isinstance(drafting, Eagle) else {}
     drafts |= {"4": [EAGLE_2]} if not isinstance(drafting, Glide) else {}
@@ -196,10 +196,10 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
         folder = f"svip-table-{number}/{Path(experiment.models.draft.path).name}"
         loops = [StoredLoop(experiment, name, folder=folder) for name in sets]
         methods = [
-            {method: fastest_on_dev(made(draft, stop), loops) for method, stop in methods_of(draft, stops, lengths)}
+            {method: at_fastest_setting(made(draft, stop), loops) for method, stop in methods_of(draft, stops, lengths)}
             for draft in of_table
         ]
-        competitors = [made(Draft(NO_DRAFT, 0), fixed([0])), *(entry for of in methods for entry in of.values())]
+        competitors = [made(DraftKind(NO_DRAFT, 0), fixed([0])), *(entry for of in methods for entry in of.values())]
         results = (member.result() for member in play_all(loops, competitors, "test", repeats=repeats))
         alone = next(results).throughput
         rows = [{method: next(results) for method in of_draft} for of_draft in methods]
@@ -212,7 +212,7 @@ def tree_tables(experiment: Experiment, *, specs: Sequence[str], repeats: int) -
     return tables
 
 
-def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
+def lengths_of(experiment: Experiment, drafts: Sequence[DraftKind]) -> list[int]:
     """Fixed lengths to choose from; ValueError if drafts may not be as long as the published ones."""
     longest = experiment.decode.max_draft_length
     published = max(draft.published for draft in drafts)
@@ -225,7 +225,7 @@ def lengths_of(experiment: Experiment, drafts: Sequence[Draft]) -> list[int]:
     return [length for length in lengths if 0 < length <= longest]
 
 
-def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
+def stop_competitors(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
     """The stops of these specs, with the settings that each leaves open. ValueError for a spec that does not parse, a
     head that does not fit this run, or an engine's rule; FileNotFoundError for no exported head at that path.
     """
@@ -250,7 +250,9 @@ def stops_of(experiment: Experiment, specs: Sequence[str]) -> list[Competitor]:
     return stops
 
 
-def methods_of(draft: Draft, stops: Sequence[Competitor], lengths: Sequence[int]) -> Iterator[tuple[str, Competitor]]:
+def methods_of(
+    draft: DraftKind, stops: Sequence[Competitor], lengths: Sequence[int]
+) -> Iterator[tuple[str, Competitor]]:
     """Rows of a draft: the published length, the lengths of which dev chooses, and each stop likewise."""
     yield f"{draft.name}, as published", fixed([draft.published])
     yield f"{draft.name}, best fixed", fixed(sorted({*lengths, draft.published}))
@@ -259,7 +261,7 @@ def methods_of(draft: Draft, stops: Sequence[Competitor], lengths: Sequence[int]
         yield f"{draft.name} + {stop.name}", replace(stop, settings=both)
 
 
-def fastest_on_dev(competitor: Competitor, loops: Sequence[StoredLoop]) -> Competitor:
+def at_fastest_setting(competitor: Competitor, loops: Sequence[StoredLoop]) -> Competitor:
     """The competitor at its setting that is fastest on dev, where only its own settings are decoded: another stop
     changes no choice. ValueError for several settings and no dev prompts.
     """
@@ -270,12 +272,12 @@ def fastest_on_dev(competitor: Competitor, loops: Sequence[StoredLoop]) -> Compe
         raise ValueError(
             "fixed lengths and thresholds are chosen on dev prompts, and there are none; raise decode.num_dev"
         )
-    return competitor.at(best_setting(dev[0].played, times_of(dev))[0])
+    return competitor.at(best_setting(dev[0].played, fitted_times(dev))[0])
 
 
-def times_of(decoded: Sequence[Decoded]) -> Times:
-    """Times of a round, a draft step and a verified node, from all settings, by `fitted`."""
-    (draft_s, step_s), (target_s, node_s), _ = fitted(
+def fitted_times(decoded: Sequence[Decoded]) -> Times:
+    """Times of a round, a draft step and a verified node, from all settings, by `fitted_seconds`."""
+    (draft_s, step_s), (target_s, node_s), _ = fitted_seconds(
         decoded,
         lambda later: [later.counts.num_target, later.counts.num_draft_forwards],
         lambda later: [later.counts.num_target, later.counts.num_drafted],

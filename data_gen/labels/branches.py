@@ -12,7 +12,7 @@ from lm.cache import CAPACITY, WindowLayer, growing_cache, is_attention, make_ca
 from lm.forwards import body_of, chunks, device_of, hidden_states, refuse_training
 from lm.masks import Fed, Mask, additive, visible
 from lm.rope import refuse_crossing
-from lm.selfcheck import check, ids_of_plan, refusal_of
+from lm.selfcheck import check_feeds, ids_of_plan, refusal_of
 
 States = Float[Tensor, "fed hidden"]
 _MAX_READ = 2**14  # tokens, padding included, of continuations that are read again in one forward
@@ -105,7 +105,7 @@ def check_branches(model: PreTrainedModel, length: int, *, num_prompt: int) -> N
     """
     refuse_training(model)
     refusal = refusal_of(model, "be recorded in a trace", "`acceptance-heads bench` compares policies without a trace")
-    check(model, "branches side by side", partial(_branch_feeds, model), refusal)
+    check_feeds(model, "branches side by side", partial(_branch_feeds, model), refusal)
     subject = f"prompt, response and branch have {length} tokens, which are read at once"
     remedy = "lower decode.max_new_tokens or data.max_prompt_tokens"
     refuse_crossing(model, num_prompt, length, subject=subject, remedy=remedy)

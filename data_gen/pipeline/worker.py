@@ -33,7 +33,7 @@ from data_gen.responses.exchange import (
 )
 from data_gen.responses.settings import check_unsent
 from data_gen.responses.text import ResponseFile, Spelling
-from data_gen.responses.top_logprobs import joined, num_logprobs_of
+from data_gen.responses.top_logprobs import joined_distributions, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
 from lm import Pair, Sampling, feature_draft_of, load_model, load_pair_tokenizer, model_config
 from lm.draws import seed_of, uniforms
@@ -227,7 +227,7 @@ class Worker:
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             if self.data.labels == "server":
-                known = joined([exchange.distributions for exchange in answers.exchanges])
+                known = joined_distributions([exchange.distributions for exchange in answers.exchanges])
                 columns = {"p_ids": known.ids, "p_probs": known.probs}
         # all sources but this one count problems with answers themselves
         old = [] if isinstance(self.source, TargetInProcess) else answers.problems

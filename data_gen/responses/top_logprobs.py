@@ -98,7 +98,7 @@ def distributions_of(
     return Distributions(ids.masked_fill(probs == 0, 0).int(), probs.float())
 
 
-def joined(distributions: Sequence[Distributions | None]) -> Distributions:
+def joined_distributions(distributions: Sequence[Distributions | None]) -> Distributions:
     """The distributions of several responses, one after the other; none may be None."""
     parts = [Distributions(torch.zeros(0, 0, dtype=torch.int32), torch.zeros(0, 0))]
     parts += [part for part in distributions if part is not None]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from decode.experiment import Experiment
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.costs.machine import loop_key, recorded
+from evaluation.costs.machine import loop_key, recorded_times
 from evaluation.times import MEASURED, RECORDED, Times
 from store.json_files import KeyedStore
 
@@ -48,7 +48,7 @@ def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
 def kept_curves(experiment: Experiment) -> BatchCosts | None:
     """Curves that were measured with this very loop, or with that of the record; None where there are none."""
     store = curves_store(experiment)
-    curves = recorded(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
+    curves = recorded_times(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
     if curves is None:
         return None
     return BatchCosts(

@@ -120,7 +120,7 @@ def load_of(rounds: Rounds, rows: Int[Array, " request"], size: int) -> Load:
     return Load(steps, num_tokens, emitted, begins[done], (begins + lengths)[done])
 
 
-class Batch(Lockstep):
+class BatchLockstep(Lockstep):
     """Lanes that are the rows of a batch, whose rounds end together."""
 
     def __init__(self, trace: Trace, policy: Policy, rows: Int[Array, " request"], size: int) -> None:
@@ -181,7 +181,7 @@ def step_through(trace: Trace, policy: Policy, rows: Int[Array, " request"], siz
     """The load of a policy whose sequences depend on each other, and whose parameters are no arrays."""
     size = min(size, len(rows))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        batch = Batch(trace, policy, rows, size)
+        batch = BatchLockstep(trace, policy, rows, size)
         parts = [batch.round()]
         while batch.refill():
             parts.append(batch.round())

@@ -19,7 +19,7 @@ from decode.policies import FixedLength, Policy
 from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race
-from evaluation.bench.results import Cell, cell_table, gain_tables, in_json, verdict_of
+from evaluation.bench.results import Cell, cell_table, gain_tables, in_json, race_sentence
 from evaluation.costs.measure import Loop
 from evaluation.table import announce, printing, say
 
@@ -68,7 +68,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
         table.print(_WIDTH)
     announce([race.path])
     for cell in cells:
-        say(f"\n{verdict_of(cell)}")
+        say(f"\n{race_sentence(cell)}")
     return list(map(in_json, cells))
 
 

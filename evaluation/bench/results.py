@@ -208,7 +208,7 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
     return Gain(value, value - hypot(*below) / len(gains), value + hypot(*above) / len(gains), error)
 
 
-def verdict_of(cell: Cell) -> str:
+def race_sentence(cell: Cell) -> str:
     """Lead of our arm that dev chose over each schedule; of policies that were named, which have no figures of dev, the
     fastest on the timed prompts. Too few prompts for an interval are reported.
     """

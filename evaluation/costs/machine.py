@@ -100,7 +100,9 @@ def costs_for(experiment: Experiment, ratio: float | None = None, *, policies: S
         times = Times.with_shares(Curve.line(decode.t_draft_s), target, "given", shares)
     elif policies is None and not decode.as_recorded:
         times = _times_from(times_of(experiment, every), experiment, every)
-    elif (entry := recorded(store, experiment) if decode.as_recorded else store.get(key_of(experiment))) is not None:
+    elif (
+        entry := recorded_times(store, experiment) if decode.as_recorded else store.get(key_of(experiment))
+    ) is not None:
         times = _times_from(entry | ({"origin": RECORDED} if decode.as_recorded else {}), experiment, every)
     elif policies is None or (ratio is None and not decode.ratios):
         raise ValueError(
@@ -235,7 +237,7 @@ def loop_key(experiment: Experiment) -> dict[str, Any]:
     return models | _drafting(experiment) | machine_key(experiment)
 
 
-def recorded(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
+def recorded_times(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
     """The last entry of the trace's sampling and longest draft, wherever its models lay."""
     drafting = _drafting(experiment)
     return next((value for key, value in store.entries()[::-1] if drafting.items() <= key.items()), None)

@@ -19,7 +19,7 @@ from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.batches.load import NUM_QUEUES, BatchThroughput, load_at, queue_of, resampled_queues, step_through
 from evaluation.competitor import ONLINE, Competitor, head_in, words_of
-from evaluation.contest import Replays, best_heads, fastest_on_dev
+from evaluation.contest import Replays, fastest_heads, fastest_on_dev
 from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.gain import Gain, gain_of_resamples
 from evaluation.table import Table, flat
@@ -120,11 +120,11 @@ def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[s
     """
     dev = replays.traces.dev
     heads: dict[str, Sequence[Head]] = {}
-    for timing, head in best_heads(fastest_on_dev(replays.arms, times)).items():
+    for timing, head in fastest_heads(fastest_on_dev(replays.arms, times)).items():
         arms = [arm for arm in replays.arms if arm.competitor.family in HEADS_OF[timing]]
         stops_s = [times.stop_s(arm.competitor.policy.stop_kind) for arm in arms]
         cheap = (arm for arm, stop_s in zip(arms, stops_s, strict=True) if stop_s <= min(stops_s))
-        cheapest = best_heads(fastest_on_dev(cheap, times))[timing]
+        cheapest = fastest_heads(fastest_on_dev(cheap, times))[timing]
         heads[f"{TIMING_LABELS[timing]} head"] = list(dict.fromkeys([head, cheapest]))
     if CONFIDENCE in dev.drafts:
         heads["DSpark's confidence"] = [ScoreHead("confidence")]

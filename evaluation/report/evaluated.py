@@ -29,7 +29,7 @@ from evaluation.report.conclusion import conclude
 from evaluation.report.frames import frame_of, parts_of, threshold_curve
 from evaluation.report.replay import at_costs
 from evaluation.report.stale import contradicted
-from evaluation.report.tables import records_of, stages_of
+from evaluation.report.tables import records_of, stage_rows
 from evaluation.report.transfer import source_contests, transfer_records, with_transferred
 from evaluation.report.verdict import Record, record_by_the_clock, record_of, together, verdict_sets
 from evaluation.table import Table, flat
@@ -203,7 +203,7 @@ class Evaluation:
         return [
             {"dataset": contest.dataset, "costs": contest.times.title, **flat(stage)}
             for contest in self.all_contests
-            for stage in stages_of(contest)
+            for stage in stage_rows(contest)
         ]
 
 

@@ -10,11 +10,11 @@ from matplotlib.ticker import MaxNLocator
 from scipy.special import expit
 
 from evaluation.competitor import CALIBRATED
-from evaluation.contest import Contest, Replays, Result, best_heads
+from evaluation.contest import Contest, Replays, Result, fastest_heads
 from evaluation.families import BASELINE, BOUNDS, family, styles_of
 from evaluation.gain import MIN_PROMPTS
 from evaluation.report.frames import threshold_curve, threshold_of
-from evaluation.report.tables import deciding_families, speed_text, stages_of
+from evaluation.report.tables import deciding_families, speed_text, stage_rows
 from evaluation.traces.trace import Trace
 from heads.measures.figure import GREY, Plot, draw_bins, figure_of, panels_of, plot_of
 from heads.model.head import TIMING_LABELS, AcceptanceHead, Timing
@@ -30,7 +30,7 @@ _LOWER = 0.5
 
 def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
     """All plots of one dataset but `stage_plot`, which each set of times has."""
-    plots, heads = [*thresholds(contest), draft_lengths(contest)], best_heads(contest.results)
+    plots, heads = [*thresholds(contest), draft_lengths(contest)], fastest_heads(contest.results)
     return [*plots, reliability_plot(replays.traces.test, heads)] if heads else plots
 
 
@@ -156,7 +156,7 @@ def bins_of(trace: Trace, head: AcceptanceHead) -> dict[str, Float[np.ndarray, "
 
 def stage_plot(contest: Contest) -> Plot:
     """Tokens per second of each stage, in full colour from where the one before it ends."""
-    stages = stages_of(contest)
+    stages = stage_rows(contest)
     figure, axes = figure_of(0.72 * len(stages) + 1.2)
     styles = styles_of(stage["family"] for stage in stages)
     base = before = stages[0]["tokens_per_s"].value

@@ -126,7 +126,7 @@ def title_of(contest: Contest) -> str:
     return f"{contest.dataset}: {contest.num_prompts} test prompts, settings chosen on dev; {contest.times.title}"
 
 
-def stages_of(contest: Contest) -> list[dict[str, Any]]:
+def stage_rows(contest: Contest) -> list[dict[str, Any]]:
     """Every stage of a contest in order, as rows of stages.csv whose gains are not flat yet; one that did not compete
     has no figures, and the first one adds nothing.
     """
@@ -166,7 +166,7 @@ def stages_of(contest: Contest) -> list[dict[str, Any]]:
 
 def stage_table(contest: Contest) -> Table:
     """The stages below the target alone; the note has their settings, and what else decides."""
-    stages, alone = stages_of(contest), speed_text(1 / contest.times.alone_s)
+    stages, alone = stage_rows(contest), speed_text(1 / contest.times.alone_s)
     rows = [{"stage": f"{family(ALONE).label}\nno draft", "tokens/s": alone}]
     for stage in stages:
         row = {"stage": f"{stage['stage']}\n{fill(stage['missing'] or stage['knows'], 30)}"}

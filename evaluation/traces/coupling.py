@@ -113,7 +113,7 @@ class Recorder:
         columns = {"acceptance_rate": rate.float(), "branch_lengths": lengths, "is_rejected": ~is_accepted}
         if is_feature_draft:
             columns |= {"is_rejected": torch.ones_like(is_accepted), "num_passing": passing}
-        return self._trace_of(row, joined(parts), columns)
+        return self._trace_of(row, joined_draws(parts), columns)
 
     def _read(self, row: TraceRow, uniforms: Tensor) -> Reading:
         num_prompt = len(row.prompt_ids)
@@ -154,7 +154,7 @@ class Recorder:
             both = {name: column.index_copy(0, at, rejected[name]) for name, column in drawn.items()}
             parts.append((drawn, both, is_accepted, acceptance_rate(q, p)))
         tokens, firsts, are_accepted, rates = zip(*parts, strict=True)
-        return joined(tokens), joined(firsts), torch.cat(are_accepted), torch.cat(rates)
+        return joined_draws(tokens), joined_draws(firsts), torch.cat(are_accepted), torch.cat(rates)
 
     def _drafts(
         self, text: Reading, begun: tuple[Draws, Tensor], starts: Int[Tensor, " draft"], room: Int[Tensor, " draft"]
@@ -184,7 +184,7 @@ class Recorder:
             steps.append(read_signals(logits, newest, q, hidden, prob))
             owners.append(alive)
         owner = torch.cat(owners)
-        drawn = taken(joined(steps), owner.argsort(stable=True))
+        drawn = taken(joined_draws(steps), owner.argsort(stable=True))
         return drawn, torch.bincount(owner, minlength=len(starts)), passing
 
     def _next(self, text: Reading, q: Tensor, positions: Tensor, since: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,6 +299,6 @@ def taken(draws: Draws, rows: Int[Tensor, " row"]) -> Draws:
     return {name: column[rows] for name, column in draws.items()}
 
 
-def joined(parts: Sequence[Draws]) -> Draws:
+def joined_draws(parts: Sequence[Draws]) -> Draws:
     """Draws of several parts, one after the other."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

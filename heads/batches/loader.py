@@ -39,7 +39,7 @@ Item = tuple[int, int]
 """Where a response is: its shard, and its row there."""
 
 
-def in_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
+def stored_order(lengths: Sequence[Sequence[int]]) -> list[Item]:
     """Every response once, in stored order; `lengths` are the tokens of each response of each shard."""
     return [(shard, row) for shard, of_shard in enumerate(lengths) for row in range(len(of_shard))]
 
@@ -142,7 +142,7 @@ class BatchLoader:
         self.batch_size = batch_size
         self.seed = seed
         self.finish = finish
-        self.process, self.items = process, list(filter(is_included, in_order(lengths)))
+        self.process, self.items = process, list(filter(is_included, stored_order(lengths)))
         self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
         self.epoch = 0
         self._taken = 0

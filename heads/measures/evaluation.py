@@ -27,7 +27,7 @@ _KINDS = ("by_position", "survival")
 """Metrics of single tokens, and of the probability that a draft survives, by draft position."""
 
 
-class Evaluation:
+class SplitMetrics:
     """Metrics of every head of a sweep over one split."""
 
     def __init__(

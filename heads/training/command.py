@@ -49,7 +49,7 @@ _CPU = torch.device("cpu")
 def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, Any]:
     """Run `acceptance-heads train`; `configs.making` documents its flags."""
     quiet()
-    config = settled(load_config(config, trainer=pl.Trainer))
+    config = settled_training(load_config(config, trainer=pl.Trainer))
     directory = RunDirectory(Path(config.heads.dir))
     with directory.alone(), stopped_by_sigusr1():
         trainer = make_trainer(config)
@@ -74,7 +74,7 @@ def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, 
         return sweep.results
 
 
-def settled(config: Config) -> Config:
+def settled_training(config: Config) -> Config:
     """The experiment with defaults filled in for learning rate, epochs and data sizes; prints the chosen values."""
     grid(config.heads)  # report invalid settings before any data is read
     manifest = read_manifest(config.data.dir, keys=("draft",))
@@ -103,7 +103,7 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
 
 def build(config: Config, *, run: str | None = None) -> tuple[Sweep, FeatureData]:
     """The LightningModule and the data module of a config, for the run of this name."""
-    config = settled(config)
+    config = settled_training(config)
     embedding = None
     data = FeatureData(config.data, config.heads, pair=config.pair)
     timings = dict.fromkeys(shape.timing for shape in grid(config.heads))

@@ -22,7 +22,7 @@ from heads.batches.features import Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs, stacks
-from heads.measures.evaluation import Evaluation
+from heads.measures.evaluation import SplitMetrics
 from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.sums import Sums
@@ -220,7 +220,7 @@ class Sweep(pl.LightningModule):
         tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
         signals = self.facts["signals"]
         self._evaluations = {
-            name: Evaluation(self.specs, self._shift, self.temperature, signals=signals) for name in tested
+            name: SplitMetrics(self.specs, self._shift, self.temperature, signals=signals) for name in tested
         }
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

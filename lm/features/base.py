@@ -52,7 +52,7 @@ class FeatureDraft(nn.Module):
         self.hidden_size: int = config.hidden_size  # width of the input of its LM head and of acceptance heads
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self._has_head = has_head
-        self.lm_head = nn.Linear(config.hidden_size, num_logits_of(config), bias=False) if has_head else None
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size(config), bias=False) if has_head else None
         # other families have all keys that Llama's reads
         self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
@@ -104,7 +104,7 @@ class FeatureDraft(nn.Module):
         return wide.index_copy_(-1, self.target_ids, narrow)
 
 
-def num_logits_of(config: PreTrainedConfig) -> int:
+def draft_vocab_size(config: PreTrainedConfig) -> int:
     """Entries of a draft's vocabulary, which may be a reduced one."""
     return getattr(config, "draft_vocab_size", None) or config.vocab_size
 

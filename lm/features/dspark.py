@@ -26,7 +26,7 @@ from transformers import Qwen3Config
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
-from lm.features.base import FeatureDraft, num_logits_of
+from lm.features.base import FeatureDraft, draft_vocab_size
 from lm.masks import visible
 from lm.signals import upcast
 
@@ -52,7 +52,7 @@ class MarkovHead(nn.Module):
         self.kind = config.markov_head_type
         self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
-        self.markov_w2 = nn.Linear(self.rank, num_logits_of(config), bias=False)
+        self.markov_w2 = nn.Linear(self.rank, draft_vocab_size(config), bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(config.hidden_size + self.rank, self.rank)
         elif self.kind == "rnn":

@@ -11,12 +11,12 @@ from accelerate import init_empty_weights
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from configs.schema import ModelSource
-from lm.features.base import FeatureDraft, num_logits_of
+from lm.features.base import FeatureDraft, draft_vocab_size
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
 from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
-from lm.features.released import MTP, Released, is_ids, max_positions, refusal_of
+from lm.features.released import MTP, Released, draft_refusal, is_ids, max_positions
 from lm.sampling import FLOATS
 
 _OTHER_TARGET = "use it with the target that it was trained for"
@@ -29,13 +29,13 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
     """
     if source.quantization not in (None, "8bit"):
         remedy = "of feature drafts it is 8bit or null"
-        raise refusal_of(source.path, f"quantization is {source.quantization}", remedy)
+        raise draft_refusal(source.path, f"quantization is {source.quantization}", remedy)
     dtype = None if source.dtype == "auto" else getattr(torch, source.dtype)
     if source.path.endswith(MTP):
         try:
             from lm.features.mtp import mtp_of  # older transformers lack what it imports
         except ImportError as error:
-            raise refusal_of(source.path, "this transformers has no MTP modules", "install 5.23 or later") from error
+            raise draft_refusal(source.path, "this transformers has no MTP modules", "install 5.23 or later") from error
         draft: FeatureDraft = mtp_of(source, target, dtype)
     else:
         released = Released(source)
@@ -190,7 +190,7 @@ def _check_fits(released: Released, of_target: PretrainedConfig, **sizes: int) -
 def _reduce(draft: FeatureDraft, released: Released) -> None:
     """Read the maps of a reduced vocabulary."""
     offsets, mask = (released.tensors.pop(name, None) for name in ("d2t", "t2d"))
-    num_logits = num_logits_of(draft.config)
+    num_logits = draft_vocab_size(draft.config)
     vocab_size = draft.config.vocab_size
     if num_logits == vocab_size:
         return
@@ -198,7 +198,7 @@ def _reduce(draft: FeatureDraft, released: Released) -> None:
     if offsets is None or offsets.shape != (num_logits,):
         found = "is missing" if offsets is None else f"has shape {list(offsets.shape)}"
         subject = f"its vocabulary is reduced to {num_logits} of {vocab_size} ids, and d2t {found}"
-        raise refusal_of(released.path, subject, remedy)
+        raise draft_refusal(released.path, subject, remedy)
     ids = torch.arange(num_logits) + offsets.long()
     is_valid = bool(ids.min() >= 0) and bool(ids.max() < vocab_size) and len(ids.unique()) == num_logits
     subject = f"d2t, which holds offsets, does not lead to {num_logits} different ids below {vocab_size}"

@@ -30,8 +30,8 @@ from configs.schema import ModelSource
 from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Nodes, Outputs, States, causal
 from lm.features.eagle import Eagle
-from lm.features.released import refusal_of, tensors_of, without_mtp
-from lm.selfcheck import check
+from lm.features.released import draft_refusal, tensors_of, without_mtp
+from lm.selfcheck import check_feeds
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")  # copies of the target's own tensors
@@ -72,7 +72,7 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     has none, several, or one that cannot be read or rolled back.
     """
     of_target = without_mtp(source)
-    refusal = partial(refusal_of, source.path, remedy="use another draft")
+    refusal = partial(draft_refusal, source.path, remedy="use another draft")
     if of_target.path != target.name_or_path:
         subject = f"it is the MTP layer of {of_target.path}, and the target is {target.name_or_path}"
         raise refusal(subject, remedy="set pair.draft.path to mtp")
@@ -102,7 +102,7 @@ def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | No
     _fill(model, tensors, LoadStateDictConfig(weight_mapping=mapping, dtype=dtype), refusal)
     draft = Mtp(model).eval()
     draft.bind(target)
-    check(target, "feeds of its MTP layer after a roll-back", partial(_feeds, draft), refusal)
+    check_feeds(target, "feeds of its MTP layer after a roll-back", partial(_feeds, draft), refusal)
     return draft
 
 

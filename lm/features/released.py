@@ -99,15 +99,15 @@ class Released:
             return made(**{key: value for key, value in self.keys.items() if key not in _NO_KEYS})
         except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
             reason = f"its config.json is no {name}'s ({' '.join(str(error).split())[:200]})"
-            raise refusal_of(self.path, reason, "correct the key that the message names") from error
+            raise draft_refusal(self.path, reason, "correct the key that the message names") from error
 
     def require(self, condition: bool, subject: str, remedy: str) -> None:
-        """Raise ValueError (`refusal_of`) unless the condition holds."""
+        """Raise ValueError (`draft_refusal`) unless the condition holds."""
         if not condition:
-            raise refusal_of(self.path, subject, remedy)
+            raise draft_refusal(self.path, subject, remedy)
 
 
-def refusal_of(path: str, subject: str, remedy: str) -> ValueError:
+def draft_refusal(path: str, subject: str, remedy: str) -> ValueError:
     """The error for the draft at this path: what is wrong, and the remedy."""
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
 
@@ -153,7 +153,7 @@ def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     tables = {name: config.get(name, {}) for name in ("transformer_layer_config", *_NESTED)}
     wrong = [(name, table, "write a table of keys there") for name, table in tables.items() if type(table) is not dict]
     for name, value, remedy in wrong or chain.from_iterable(map(_impossible, (config, *tables.values()))):
-        raise refusal_of(source.path, f"its {name} is {value!r:.40}", remedy)
+        raise draft_refusal(source.path, f"its {name} is {value!r:.40}", remedy)
     layout, keys = _layout_of(config)
     # EAGLE-1's config is that of a Llama with one layer, so its weights decide
     if layout is None and config.get("num_hidden_layers") == 1 and tensors_of(source, "fc.weight".__eq__):

@@ -94,7 +94,7 @@ def judge(config: Config, *, json: bool = False) -> None:
         by_split = {}
         for split in (name for name in data.tested if name.startswith("test")):
             drafts = read(split)
-            by_split[split] = [score_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
+            by_split[split] = [measures_of(name, drafts, logit) for name, logit in predictors(dev, drafts).items()]
         scores = by_split.pop("test")
         for split, of_set in by_split.items():
             for score, part in zip(scores, of_set, strict=True):
@@ -189,7 +189,7 @@ def estimated_online(*streams: Drafts) -> Float[Tensor, "draft position"]:
     return torch.cat(logits)
 
 
-def score_of(name: str, drafts: Drafts, logit: Float[Tensor, "draft position"]) -> dict[str, Any]:
+def measures_of(name: str, drafts: Drafts, logit: Float[Tensor, "draft position"]) -> dict[str, Any]:
     """The measures of one predictor, over all positions and by position."""
     token, survival = drafts.histograms(logit)
     of_token = measures(token)

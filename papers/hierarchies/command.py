@@ -53,7 +53,7 @@ def hierarchy(
     with printing(json) as publish:
         for dataset, loop in loops.items():
             dev, test = play(loop, competitors)
-            documents[dataset] = report(dev, test, shares, loop.directory)
+            documents[dataset] = publish_tables(dev, test, shares, loop.directory)
         written = announce(loop.directory / name for loop in loops.values() for name in _FILES)
         for dataset, document in documents.items():
             say(f"\n{dataset}. {document['verdict']}" if len(documents) > 1 else f"\n{document['verdict']}")
@@ -69,19 +69,19 @@ def play(loop: StoredLoop, competitors: Sequence[Competitor]) -> tuple[list[Deco
     return dev, loop.play(best_settings, "test")
 
 
-def report(
+def publish_tables(
     dev: Sequence[Decoded], test: Sequence[Decoded], shares: Mapping[str, float], directory: Path
 ) -> dict[str, Any]:
     """Print the tables of one dataset and write them; the same as JSON."""
     (times, r2), given = fit_times([*dev, *test]), at_ratios(*_GIVEN, shares)
-    rows = tables.rows_of(test, times, given)
+    rows = tables.hierarchy_rows(test, times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
     for name, frame in (("arms", pd.DataFrame(rows)), ("gain", gain)):
         write_atomic(directory / f"{name}.csv", frame.to_csv(index=False).encode())
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
     nums = (decoded[0].num_prompts if decoded else 0 for decoded in (test, dev))
     title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
-    tables.result_table(rows, times, r2, given=given, title=title).print()
+    tables.table_4(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()
     verdict = tables.third_level_verdict(test, dev, gain, times=times, r2=r2)
     fitted = {"t_micro_s": times.t_micro_s, "t_draft_s": times.t_draft_s, "t_target_s": times.alone_s}

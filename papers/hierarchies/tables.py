@@ -39,7 +39,7 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, Any]]:
+def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, Any]]:
     """One row per competitor, decoded on the test prompts at one setting each, the target alone first: counts of three
     models, sigma, eta, measured speed-ups, and those predicted at fitted times and at given ones of other hardware.
     """
@@ -69,7 +69,7 @@ def rows_of(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict
     return rows
 
 
-def result_table(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
+def table_4(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
     """HSDDW's Table 4, for every competitor."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.alone_s))
     title = (
@@ -111,14 +111,14 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
             interval = gain_over(*pair)
             low = interval.low
             high = interval.high
-        names = name_of(plain.result(of_plain)), name_of(best.result(of_best))
+        names = result_name(plain.result(of_plain)), result_name(best.result(of_best))
         is_here = draft_ratio == measured_ratio
         rows.append((draft_ratio, micro_ratio, is_here, speed / plain_speed - 1, low, high, *names))
     columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "low", "high", "plain", "hierarchy"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def name_of(result: Result) -> str:
+def result_name(result: Result) -> str:
     """Name and setting."""
     return f"{result.family} {result.label}".removesuffix(" -")
 
@@ -152,8 +152,8 @@ def third_level_verdict(
     doubt = f" {shortage(measured, num_prompts)}." if measured.low is None else ""
     lines = [
         f"Measured here (t_draft / t_target = {times.t_draft_s / times.alone_s:.3f}, t_micro / t_draft = "
-        f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {name_of(best)}, is "
-        f"{measured.words} against the best plain speculation, {name_of(plain)}, both chosen on "
+        f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {result_name(best)}, is "
+        f"{measured.words} against the best plain speculation, {result_name(plain)}, both chosen on "
         f"{'dev' if dev else 'the same prompts'}.{doubt}"
     ]
     lines += [

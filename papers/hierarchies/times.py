@@ -68,7 +68,7 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
         stopped = (micro * (kind == later.micro_stop_kind) + draft * (kind == later.stop_kind) for kind in kinds)
         return [micro, draft, *stopped]
 
-    step_s, (t_target_s,), r2 = fitted(decoded, drafting, lambda later: [later.counts.num_target])
+    step_s, (t_target_s,), r2 = fitted_seconds(decoded, drafting, lambda later: [later.counts.num_target])
     t_micro_s, t_draft_s, *t_stop_s = step_s
     if not t_draft_s or not t_target_s:
         raise ValueError(
@@ -81,7 +81,9 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
     return Times(draft, target, "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
 
 
-def fitted(decoded: Sequence[Decoded], drafting: Columns, verifying: Columns) -> tuple[list[float], list[float], float]:
+def fitted_seconds(
+    decoded: Sequence[Decoded], drafting: Columns, verifying: Columns
+) -> tuple[list[float], list[float], float]:
     """(seconds of each count of drafting, of each of verifying, R²), over generations with a second round; ValueError
     if there is none.
     """

@@ -40,7 +40,7 @@ def theory(
     json: bool = False,
 ) -> None:
     """Run `acceptance-heads theory`; `configs.measuring` documents its flags."""
-    rows = list(rows_of(rates, costs))
+    rows = list(form_rows(rates, costs))
     best = best_settings(rates, costs)
     bounds = {"Pinsker": forms.pinsker, "Bretagnolle-Huber": forms.bretagnolle_huber}
     bound_rows = [
@@ -68,7 +68,7 @@ def theory(
         publish({"forms": rows, "best": fields, "written": written})
 
 
-def rows_of(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
+def form_rows(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
     """Leviathan's form at lengths around the best; Chen's at several m and n, and the same schedules pre-verified."""
     for rate, cost in zip(rates, costs, strict=False):
         best = forms.best_draft_length(rate, cost)

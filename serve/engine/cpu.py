@@ -17,12 +17,12 @@ def mend() -> None:
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    rejection_sampler.expand_batch_to_tokens = expanded
+    rejection_sampler.expand_batch_to_tokens = repeated_per_token
     if not hasattr(topk_topp_sampler.apply_top_k_only, "__wrapped__"):
         topk_topp_sampler.apply_top_k_only = _of_rows(topk_topp_sampler.apply_top_k_only)
 
 
-def expanded(
+def repeated_per_token(
     x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: float | int = 0, replace_to: float | int = 0
 ) -> Tensor:
     """Repeat each request's number once per token, with one value replaced: [a, b] and ends [2, 3] give [a, a, b]."""

@@ -23,7 +23,7 @@ from configs.front import COMMANDS as FRONT_COMMANDS
 from configs.front import all_steps, main
 from configs.hints import NothingToExportError
 from configs.schema import ModelSource, PairConfig
-from configs.screens import options_of, screen_of, settings_of
+from configs.screens import options_of, screen_of, section_options
 from configs.shipped import NAMES
 from tests.cases import implementation_of
 
@@ -296,7 +296,7 @@ def test_help_all_has_every_option_and_every_setting_and_every_flag_has_a_text(c
     assert "Number of prompts for choosing each policy's setting. [50]" in screen
     assert "0 is greedy. [1.0]" in screen
     options = [option for command, _ in FRONT_COMMANDS.values() for option in options_of(command)]
-    options += [option for section in SECTIONS for option in settings_of(section)]
+    options += [option for section in SECTIONS for option in section_options(section)]
     assert [option.flag for option in options if len(option.text.split()) < 2] == []
 
 

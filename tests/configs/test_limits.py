@@ -13,7 +13,7 @@ from configs.command import SECTIONS, run
 from configs.limits import LIMITS, check_limits
 from configs.paths import check_local, local_path
 from configs.schema import Config, ModelSource, PairConfig, PromptSource
-from configs.screens import settings_of
+from configs.screens import section_options
 from data_gen.official import import_ as import_data
 from data_gen.pipeline.inspect import responses
 from decode.generate.command import generate
@@ -45,7 +45,7 @@ def changed(section: Any, name: str, value: Any) -> Any:
 
 @pytest.mark.parametrize("value", [-3, float("nan"), float("inf")])
 def test_every_number_of_the_schema_has_a_limit_that_refuses_what_no_setting_takes(value: float):
-    options = [option for section in SECTIONS for option in settings_of(section) if "str | int" not in option.kind]
+    options = [option for section in SECTIONS for option in section_options(section) if "str | int" not in option.kind]
     numbers = {option.flag.removeprefix("--") for option in options if re.search(r"\b(int|float)\b", option.kind)}
     assert len(numbers) > 40
     assert numbers <= set(LIMITS)

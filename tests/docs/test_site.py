@@ -16,7 +16,7 @@ import heads
 from configs.command import SECTIONS, parser_for
 from configs.front import COMMANDS
 from configs.schema import Config
-from configs.screens import options_of, settings_of, usage_of
+from configs.screens import options_of, section_options, usage_of
 
 ROOT = Path(__file__).parents[2]
 EXTERNAL = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
@@ -49,7 +49,7 @@ def takes_a_config(config: Config) -> None:
 def test_every_setting_that_the_parser_takes_is_on_the_page_with_its_text(hooks):
     page = hooks.settings().replace("<wbr>", "")
     texts = re.findall(r'<tr id="[^"]+"><td><code>([^<]+)</code>.*?<td>(.*?)</td>', page)
-    names = [option.flag.removeprefix("--") for section in SECTIONS for option in settings_of(section)]
+    names = [option.flag.removeprefix("--") for section in SECTIONS for option in section_options(section)]
     assert [name for name, _ in texts] == names
     assert len(names) > 100
     assert [name for name, text in texts if len(unescape(text)) < 6] == []

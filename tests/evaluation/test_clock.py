@@ -13,9 +13,9 @@ from evaluation.clock import (
     check_clock,
     clock,
     clock_table,
+    clocked_rows,
     played_on,
     report_of,
-    rows_of,
 )
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
@@ -143,8 +143,8 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     """Rows lie as a trace has them: first turns, then second ones; the last row is another draw of the first."""
     ids = ("0", "1", "0#2", "1#2", "0")
     talks = replace(recorded, rows=tuple(replace(row, id=name) for row, name in zip(recorded.rows, ids, strict=True)))
-    assert [rows_of(talks, num) for num in (1, 2, 9)] == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
-    runners, rows = runners_on(talks), rows_of(talks, 2)
+    assert [clocked_rows(talks, num) for num in (1, 2, 9)] == [[0, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+    runners, rows = runners_on(talks), clocked_rows(talks, 2)
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4))
     parts = ("whole_s", "first_token_s", "drafting_s", "verifying_s")
     on_clock = [

@@ -24,7 +24,7 @@ from heads.model.head import Provenance
 from lm import Sampling
 from papers import svip
 from papers.hierarchies.decoded import StoredLoop, decoded_of
-from papers.svip import CHAIN, by_category, competitor_of, fastest_on_dev, row_cells, stop_verdict, stops_of
+from papers.svip import CHAIN, at_fastest_setting, by_category, competitor_of, row_cells, stop_competitors, stop_verdict
 from tests.evaluation.commands import called, config_with, printed, refusal, spelt
 from tests.toys.small_pair import trace
 from tests.toys.times import flat_times
@@ -166,13 +166,13 @@ class Dev(StoredLoop):
 
 def chosen(stops, lengths, loop):
     return {
-        method: fastest_on_dev(competitor_of(EXPERIMENT, MODELS, CHAIN, stop), [loop]).settings
+        method: at_fastest_setting(competitor_of(EXPERIMENT, MODELS, CHAIN, stop), [loop]).settings
         for method, stop in svip.methods_of(CHAIN, stops, lengths)
     }
 
 
 def test_dev_chooses_by_counts_and_fitted_times_whatever_stalled_on_the_clock():
-    times = svip.times_of(Dev().play([svip.fixed((1, 2, 4))], "dev"))
+    times = svip.fitted_times(Dev().play([svip.fixed((1, 2, 4))], "dev"))
     assert (times.t_draft_s, *times.target_s(np.arange(5))) == pytest.approx((2, 11, 14, 17, 20, 23), rel=1e-3)
     best = {"chain, as published": {"k": 4}, "chain, best fixed": {"k": 2}, "chain + stop": {"min_token_prob": 0.2}}
     for stall in (1.0, 8.0):
@@ -281,6 +281,8 @@ def test_what_makes_no_table_is_refused_in_one_line(flags, message, capsys, tmp_
 
 def test_a_stop_that_is_named_twice_has_one_row_with_its_name(tmp_path):
     config = config_with([*flags_of(tmp_path)[1:], "--paper", "svip-trees"], "tables")
-    stops = stops_of(Experiment(config), ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob"))
+    stops = stop_competitors(
+        Experiment(config), ("entropy", "entropy", "max_prob:min_max_prob=0.5", "entropy", "token_prob")
+    )
     kinds = {stop.name: type(stop.policy) for stop in stops}
     assert kinds == {"entropy": Entropy, "max_prob:min_max_prob=0.5": MaxProb, "token_prob": TokenProb}

@@ -9,7 +9,7 @@ from decode.policies import FixedLength
 from lm import Sampling
 from serve import KEY
 from serve.engine import stops
-from serve.engine.cpu import expanded
+from serve.engine.cpu import repeated_per_token
 from serve.engine.plugin import TRIED, check_conditions
 from serve.engine.proposer import stopping
 from serve.engine.stops import rows_of, sampling_of
@@ -104,9 +104,9 @@ def test_a_request_that_has_ended_or_not_begun_has_no_room(ended: dict):
 
 
 def test_numbers_of_requests_are_spread_over_their_tokens():
-    spread = expanded(torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 5, 0, 1)
+    spread = repeated_per_token(torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 5, 0, 1)
     assert spread.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
-    assert expanded(torch.tensor([0.0, 3.0]), torch.tensor([1, 2]), 2, 0, 1).tolist() == [1.0, 3.0]
+    assert repeated_per_token(torch.tensor([0.0, 3.0]), torch.tensor([1, 2]), 2, 0, 1).tolist() == [1.0, 3.0]
 
 
 class Base:

@@ -51,7 +51,7 @@ def test_a_gguf_becomes_a_directory_of_the_same_model(tmp_path: Path):
     sizes = {"vocab_size": len(WORDS), "hidden_size": HIDDEN, "num_attention_heads": HEADS}
     model = LlamaForCausalLM(llama(**sizes, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1)).eval()
     write_gguf(tmp_path / "model.gguf", model)
-    published.convert(published.SMOLLM2, tmp_path / "model.gguf", tmp_path / "made" / "target")
+    published.write_model(published.SMOLLM2, tmp_path / "model.gguf", tmp_path / "made" / "target")
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "target")
     assert made.dtype == torch.bfloat16
     ids = torch.tensor([[2, 3, 6, 7]])

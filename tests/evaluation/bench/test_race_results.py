@@ -5,7 +5,16 @@ import pytest
 
 from decode.loop.rounds import Counts
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
-from evaluation.bench.results import MEAN, Cell, cell_table, competitor, contest_of, gain_tables, mean_gain, verdict_of
+from evaluation.bench.results import (
+    MEAN,
+    Cell,
+    cell_table,
+    competitor,
+    contest_of,
+    gain_tables,
+    mean_gain,
+    race_sentence,
+)
 from evaluation.families import ALONE
 from evaluation.gain import Gain, Throughput, gain_over
 from evaluation.sources.clock import Clocked
@@ -66,7 +75,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize(("cell", "part"), VERDICTS.values(), ids=VERDICTS)
 def test_the_verdict_names_what_dev_chose(cell, part):
-    assert part in verdict_of(cell)
+    assert part in race_sentence(cell)
 
 
 def test_a_cell_has_a_row_per_arm_and_a_column_per_rival():

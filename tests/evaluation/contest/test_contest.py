@@ -11,7 +11,7 @@ from decode.policies.batch import Curve
 from decode.policies.registry import LOGISTIC, POLICIES
 from decode.policies.scores import ScoreHead
 from evaluation.competitor import competitors_of
-from evaluation.contest import Contest, best_heads, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
+from evaluation.contest import Contest, fastest_heads, fastest_on_dev, hold, replay_arms, replay_dataset, result_of
 from evaluation.families import AUTO, family
 from evaluation.gain import Gain
 from evaluation.times import TimeErrors
@@ -66,10 +66,10 @@ def test_the_papers_heads_compete_among_themselves_and_each_timing_takes_its_bes
     assert picks["head_fed"].competitor.name.startswith("head:fed+s-")
     assert set(picks) == {"head_specdec", "head_fed", "head_drawn"}
     speeds = {arm.competitor.name.removeprefix("head:"): COST.tokens_per_s(arm.dev).max() for arm in arms}
-    for timing, best in best_heads(picks).items():
+    for timing, best in fastest_heads(picks).items():
         of_timing = [name for name in heads if name.startswith(timing)]
         assert heads[max(of_timing, key=speeds.__getitem__)] is best
-    assert best_heads(fastest_on_dev(arms[:3], COST)).keys() == {"fed"}
+    assert fastest_heads(fastest_on_dev(arms[:3], COST)).keys() == {"fed"}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.8, 1.0, 1.5])

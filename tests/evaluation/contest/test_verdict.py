@@ -40,7 +40,7 @@ from evaluation.played import Played
 from evaluation.report.conclusion import conclude
 from evaluation.report.page import folder_of
 from evaluation.report.plots import all_plots, stage_plot, thresholds
-from evaluation.report.tables import deciding_families, result_table, stage_table, stages_of
+from evaluation.report.tables import deciding_families, result_table, stage_rows, stage_table
 from evaluation.report.verdict import (
     generate_command,
     notes_of,
@@ -77,7 +77,7 @@ def test_the_sentence_of_every_contest_is_its_verdict_with_the_figures_of_its_re
 
 
 def test_one_row_of_each_kind_decides_the_note_has_the_others_and_the_console_every_row_on_request(contest):
-    shown, stages, note = deciding_families(contest), stages_of(contest), stage_table(contest).note
+    shown, stages, note = deciding_families(contest), stage_rows(contest), stage_table(contest).note
     assert (shown[0], shown[-2:]) == (BASELINE, ["perfect_drawn", "oracle"])
     kinds = [family(name).kind for name in shown[:-2]]
     assert len(set(kinds)) == len(kinds)
@@ -170,7 +170,7 @@ PREFERRED = {PRODUCT: 220.0}
 
 def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_gain():
     contest = contest_at(SPEEDS, on_dev=PREFERRED)
-    first, *stages = stages_of(contest)
+    first, *stages = stage_rows(contest)
     assert [stage["family"] for stage in (first, *stages)] == [BASELINE, PRODUCT, "head_drawn", PERFECT, "oracle"]
     assert [stage["percent_of_oracle_gain"] for stage in stages] == pytest.approx([20, 10, 20, 50])
     assert first["tokens_per_s"][:3] == pytest.approx((100, 100, 100))
@@ -183,11 +183,11 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
         assert added == contest.results[stage["family"]].over(contest.results[before])
         assert all(each.low < each.value < each.high for each in (speeds, gain, added))
         before = stage["family"]
-    no_gain = stages_of(contest_at(dict.fromkeys(SPEEDS, 100.0), on_dev=PREFERRED))
+    no_gain = stage_rows(contest_at(dict.fromkeys(SPEEDS, 100.0), on_dev=PREFERRED))
     assert [stage["percent_of_oracle_gain"] for stage in no_gain] == [None] * 5
     assert "slower than" not in stage_table(contest).note
     contest = contest_at(SPEEDS, on_dev={"entropy": 218.0})
-    preferred = stages_of(contest)[2:4]
+    preferred = stage_rows(contest)[2:4]
     assert [stage["family"] for stage in preferred] == ["entropy", "head_drawn"]
     assert [stage["percent_of_oracle_gain"] for stage in preferred] == pytest.approx([-2, 12])
     assert "entropy (SVIP): slower than the row above" in stage_table(contest).note
@@ -204,9 +204,9 @@ def test_stages_go_from_the_best_fixed_length_to_the_oracle_and_share_its_whole_
 def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_gain(name, row, why):
     speeds = {other: speed for other, speed in SPEEDS.items() if other != name}
     contest = contest_at(speeds, on_dev={BASELINE if name == PRODUCT else PRODUCT: 220.0})
-    stages = stages_of(contest)
+    stages = stage_rows(contest)
     assert [bool(stage["missing"]) for stage in stages] == [number == row for number in range(5)]
-    known = [stage["knows"] for stage in (stages[row], stages_of(contest_at(SPEEDS, on_dev=PREFERRED))[row + 1])]
+    known = [stage["knows"] for stage in (stages[row], stage_rows(contest_at(SPEEDS, on_dev=PREFERRED))[row + 1])]
     assert stages[row + 1]["knows"] == "; ".join(known)
     assert sum(stage.get("percent_of_oracle_gain") or 0 for stage in stages) == pytest.approx(100)
     cells = stage_table(contest).rows[row + 1]
@@ -218,7 +218,7 @@ def test_a_stage_that_did_not_compete_says_why_and_the_others_share_the_whole_ga
 
 def test_the_table_the_picture_and_the_record_have_the_same_figures():
     contest = contest_at(SPEEDS, on_dev=PREFERRED)
-    head, table = stages_of(contest)[2], stage_table(contest)
+    head, table = stage_rows(contest)[2], stage_table(contest)
     speed, low, high, *_ = head["tokens_per_s"]
     figures = [f"{speed:.0f} ({low:.0f}, {high:.0f})", head["gain"].words, head["added"].words]
     assert table.cells[3] == ["best head, drawn-time\nwhat a head learned", *figures]

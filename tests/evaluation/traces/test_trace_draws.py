@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decode.experiment import Experiment
-from evaluation.clock import rows_of
+from evaluation.clock import clocked_rows
 from evaluation.competitor import make_competitor
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -75,7 +75,7 @@ def test_draws_are_other_responses_and_coins_for_the_same_prompts(recorded):
     one, three = loaded(flags(recorded, 1)), loaded(flags(recorded, 3))
     assert three.rows[:3] == one.rows
     assert three.prompt_of_row.tolist() == [0, 1, 2] * 3
-    assert (three.num_prompts, rows_of(three, 3)) == (3, [0, 1, 2])
+    assert (three.num_prompts, clocked_rows(three, 3)) == (3, [0, 1, 2])
     for prompt in range(3):
         draws = [three.rows[row] for row in (three.prompt_of_row == prompt).nonzero()[0]]
         assert len({row.prompt_ids for row in draws}) == 1

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
-from heads.batches.loader import BatchLoader, Item, batches, in_order, read_ahead, shuffled
+from heads.batches.loader import BatchLoader, Item, batches, read_ahead, shuffled, stored_order
 from heads.training.command import train
 from store import shards
 from store.shards import shard_path, sidecar_path, write_shard
 from tests.toys.made_up import ROOT, feature_data, make_config, write_data, write_features
 
 LENGTHS = [[7 + (31 * i) % 23 for i in range(size)] for size in (400, 240, 7)]
-EVERY = in_order(LENGTHS)
+EVERY = stored_order(LENGTHS)
 
 
 def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_of_blocks():
@@ -41,7 +41,9 @@ def test_an_epoch_visits_every_response_once_in_an_order_of_its_own_from_a_pool_
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 60])
-@pytest.mark.parametrize("items", [list(shuffled(LENGTHS, seed=5, epoch=0)), in_order(LENGTHS)], ids=["train", "dev"])
+@pytest.mark.parametrize(
+    "items", [list(shuffled(LENGTHS, seed=5, epoch=0)), stored_order(LENGTHS)], ids=["train", "dev"]
+)
 def test_processes_cut_the_very_batches_of_one_in_equal_parts(items: list[Item], world_size: int):
     """The last batch has 47 responses, of which some of 60 processes have none; all take part in the sums."""
     shares = [list(batches(items, 120, rank=rank, world_size=world_size)) for rank in range(world_size)]

@@ -21,7 +21,7 @@ import heads
 from configs.schema import Config, HeadsConfig
 from heads import AcceptanceHead, train_heads
 from heads.command import load_sweep
-from heads.training.command import build, settled, train
+from heads.training.command import build, settled_training, train
 from heads.training.trainer import trainer_arguments
 from store.shards import shard_path, write_shard
 from tests.heads.conftest import Run
@@ -236,24 +236,24 @@ def with_manifest(data_dir: Path, monkeypatch: pytest.MonkeyPatch, module: str, 
 def test_the_rate_follows_from_the_width_and_few_responses_are_read_more_often(data_dir, tmp_path, capsys, monkeypatch):
     for batch_size, num_train, epochs in ((1, None, 7), (8, None, 30), (1, 4, 30), (1, 400, 7)):
         config = left_open(data_dir, tmp_path, batch_size=batch_size, num_train=num_train)  # 64 responses
-        assert settled(config).trainer["max_epochs"] == epochs
+        assert settled_training(config).trainer["max_epochs"] == epochs
         assert f"trainer.max_epochs {epochs} for {min(num_train or 64, 64)} responses" in capsys.readouterr().out
     for width, rate in ((16, 1e-2), (128, 1e-2), (576, 2.6e-3), (4096, 3.7e-4)):
         with_manifest(data_dir, monkeypatch, "heads.training.command", hidden_size=width)
-        assert settled(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
+        assert settled_training(left_open(data_dir, tmp_path)).heads.learning_rate == pytest.approx(rate)
 
 
 def test_nothing_is_printed_if_everything_is_given_or_by_other_processes(data_dir, tmp_path, capsys, monkeypatch):
     config = make_config(data_dir, tmp_path)
-    assert settled(config) == config
+    assert settled_training(config) == config
     steps = replace(left_open(data_dir, tmp_path, learning_rate=1e-3), trainer={"max_steps": 5})
-    assert settled(steps).trainer == {"max_steps": 5}
+    assert settled_training(steps).trainer == {"max_steps": 5}
     monkeypatch.setattr("heads.training.command.is_first_process", lambda: False)
-    assert settled(left_open(data_dir, tmp_path)).trainer["max_epochs"]
+    assert settled_training(left_open(data_dir, tmp_path)).trainer["max_epochs"]
     assert capsys.readouterr().out == ""
     for axis in ("timings", "depths", "reject_weights"):
         with pytest.raises(ValueError, match=f"heads.{axis} is empty"):
-            settled(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
+            settled_training(left_open(tmp_path / "no data", tmp_path, **{axis: ()}))
 
 
 def test_heads_read_the_states_of_their_timings():

@@ -17,7 +17,7 @@ from heads.model.confidence import CARD
 from heads.training.command import train
 from lm import load_pair
 from papers.confidence import command as confidence
-from papers.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, score_of
+from papers.confidence.command import OWN, PER_POSITION, PERFECT, VLLM, Drafts, judge, measures_of
 
 TINY = Path(__file__).parents[3] / "checkpoints" / "tiny"
 BLOCK = 3
@@ -35,7 +35,7 @@ def drafts_of(seed: int, num: int = 400) -> Drafts:
 def test_a_refit_per_position_undoes_what_is_off_at_each():
     test = drafts_of(1)
     logits = confidence.predictors(drafts_of(0), test)
-    brier = {name: score_of(name, test, logit)["brier"] for name, logit in logits.items()}
+    brier = {name: measures_of(name, test, logit)["brier"] for name, logit in logits.items()}
     assert brier[PERFECT] == pytest.approx(0, abs=1e-6)
     assert brier["a head"] == pytest.approx(0, abs=1e-6)  # it is the truth
     assert brier[PER_POSITION] == pytest.approx(0, abs=1e-5)

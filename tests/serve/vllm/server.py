@@ -26,7 +26,7 @@ from data_gen.prompts.templates import encode_text, render
 from data_gen.responses.exchange import Exchange, Request, TargetInProcess
 from data_gen.responses.server import CompletionsServer
 from data_gen.responses.text import Spelling
-from data_gen.responses.top_logprobs import joined
+from data_gen.responses.top_logprobs import joined_distributions
 from lm import Pair, Sampling
 from lm.draws import uniforms
 from tests.serve.vllm.laws import law_of
@@ -130,7 +130,7 @@ def test_labels_from_log_probabilities_are_those_of_the_target_here(server, pair
     here = labels(pair, sampling, exchanges, None)
     for rows in (answers, source.with_distributions(exchanges)):
         distributions = [row.distributions for row in rows]
-        found = labels(pair, sampling, exchanges, joined(distributions))
+        found = labels(pair, sampling, exchanges, joined_distributions(distributions))
         assert torch.equal(found["draft_ids"], here["draft_ids"])
         for name, tolerance in EXACT.items():
             torch.testing.assert_close(found[name], here[name], atol=tolerance, rtol=0)
