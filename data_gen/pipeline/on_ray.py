@@ -58,10 +58,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
             max_task_retries=_RESTARTS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group),
         )
-        # one thread count and one directory, so that every actor writes the same files
-        pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
-        job = replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
-        actors = [actor_type.remote(job, os.getcwd(), _versions()) for _ in range(num_workers)]
+        actors = [actor_type.remote(_alike(job), os.getcwd(), _versions()) for _ in range(num_workers)]
         made = ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
         for name, num_requests in made:
             bar.set_description(f"{job.stage}: {name}")
@@ -79,6 +76,12 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
         remove_placement_group(group)  # ends the actors
         if is_own:
             ray.shutdown()
+
+
+def _alike(job: Job) -> Job:
+    """The job with one thread count and one absolute directory, so that every actor writes the same files."""
+    pair = replace(job.pair, num_threads=job.pair.num_threads or torch.get_num_threads())
+    return replace(job, pair=pair, data=replace(job.data, dir=os.path.abspath(job.data.dir)))
 
 
 def _bundle(resources: RayConfig) -> dict[str, float]:

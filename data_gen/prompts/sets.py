@@ -223,15 +223,13 @@ def _splits(
     *,
     first: FirstSplit | None = None,
 ) -> dict[Split, list[Prompt]]:
-    num_first = len(prompts) if first is None else first["num_first"]
-    earlier = prompts[:num_first]
-    added = prompts[num_first:]
+    earlier = prompts if first is None else prompts[: first["num_first"]]
     return split_by_id(
         without_duplicates(earlier, own_test) if own_test else earlier,
         weights=prompt_set.shares or config.split_weights or WEIGHTS,
         seed=config.seed,
         split_ids=config.split_ids,
-        added=without_duplicates(added, [*own_test, *earlier]),
+        added=without_duplicates(prompts[len(earlier) :], [*own_test, *earlier]),
         first=first,
     )
 
@@ -285,10 +283,8 @@ def split_by_id(
             splits[split_within(prompt, first, seed)].append(prompt)
         return splits
     num_test, num_dev = (round(len(in_order) * weight / sum(weights)) for weight in (weights[2], weights[1]))
-    test = in_order[:num_test]
-    dev = in_order[num_test:][:num_dev]
-    train = in_order[num_test + num_dev :]
-    return {"train": train, "dev": dev, "test": test}
+    rest = in_order[num_test:]
+    return {"train": rest[num_dev:], "dev": rest[:num_dev], "test": in_order[:num_test]}
 
 
 def in_hash_order(prompts: Iterable[Prompt], seed: int) -> list[Prompt]:
@@ -340,11 +336,10 @@ def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
     """The prompts of `read`; unreadable records are left out, and counted once on stderr."""
     prompts, problems = read(prompt_set, part)
     if problems:
-        num = len(problems) + len(prompts)
-        (where, reason) = next(iter(problems.items()))
+        where, reason = next(iter(problems.items()))
         say_once(
-            f"{len(problems)} of {num:,} records cannot be read and are left out, the first at {where}: {reason}; "
-            "`data` lists them in errors.jsonl"
+            f"{len(problems)} of {len(problems) + len(prompts):,} records cannot be read and are left out, the first "
+            f"at {where}: {reason}; `data` lists them in errors.jsonl"
         )
     if not prompts:
         raise ValueError(f"{prompt_set.data_files or prompt_set.path} contains no prompt; check data.prompts")
@@ -388,8 +383,7 @@ def _records(prompt_set: PromptSet, part: str) -> Iterator[Record]:
 
     logging.set_verbosity_error()  # the final error reports the retries
     name = prompt_set.data_files or prompt_set.path
-    files = prompt_set.data_files
-    source = exact_source(prompt_set.path, files, _LOADED)
+    source = exact_source(prompt_set.path, prompt_set.data_files, _LOADED)
     try:
         records = load_dataset(name=prompt_set.name, split=part, **source)
         for index, record in enumerate(records):

@@ -93,8 +93,7 @@ class Servers:
         When the caller stops, requests are cancelled.
         """
         num_slots = self.config.concurrency * len(self.config.urls)
-        size = max(len(spec.prompts) for spec in specs)
-        num_open = 2 + -(-num_slots // max(1, size))
+        num_open = 2 + -(-num_slots // max(1, *(len(spec.prompts) for spec in specs)))
         pool = ThreadPoolExecutor(num_open)
         try:
             answers = deque(pool.submit(ask, spec) for spec in specs[:num_open])
@@ -309,8 +308,7 @@ class CompletionsServer:
         raise ValueError(
             "prompts have other special tokens than this tokenizer adds to their text (those of a chat template, or no "
             f"end-of-sequence), but a server of kind {self.server.kind} adds them again; set data.server.prompt_as to "
-            "token_ids, data.server.kind to vllm, or "
-            "add_special_tokens in data.server.extra"
+            "token_ids, data.server.kind to vllm, or add_special_tokens in data.server.extra"
         )
 
     def _read(self, completion: Any, request: Request) -> Exchange:
