@@ -41,12 +41,14 @@ def all_steps(config: Experiment) -> None:
     if not isinstance(config, Config):
         config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
     steps = ["data", "train", "export", "evaluate", "tune"]
+    result: object = None
     is_child = os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ  # torchrun sets both
     for number, name in enumerate(steps, start=1):
         if name == "train" or not is_child:
             print(f"== {number} of {len(steps)}: {name}", flush=True)
-            try:
-                COMMANDS[name][0](replace(config, is_step="tune" in steps))  # else `evaluate` prints the verdict
+            handed = {"evaluation": result} if name == "tune" else {}  # so that the trace is replayed once
+            try:  # without tuning, `evaluate` prints the verdict
+                result = COMMANDS[name][0](replace(config, is_step="tune" in steps), **handed)
             except NothingToExportError:  # training has printed why
                 print("note: no head is worth exporting (export --force does); only policies without training compete")
                 steps.remove("tune")

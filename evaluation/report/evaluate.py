@@ -37,8 +37,8 @@ def evaluate(
     against: str | None = None,
     all: bool = False,
     json: bool = False,
-) -> None:
-    """Run `acceptance-heads evaluate`; `configs.measuring` documents its flags."""
+) -> Evaluation:
+    """Run `acceptance-heads evaluate`; `configs.measuring` documents its flags. Returns what it printed and wrote."""
     check_local(transfer_from, "--transfer_from")
     other = None if against is None else read_prompts(against)
     check_clock(clock, repeats, as_recorded=config.decode.as_recorded)
@@ -64,6 +64,7 @@ def evaluate(
         costs = asdict(evaluation.times)
         publish({"costs": costs, "verdict": evaluation.verdict, **_document(evaluation, paths), **compared})
         _tell_all(evaluation)
+    return evaluation
 
 
 def _against(evaluation: Evaluation, other: pd.DataFrame, directory: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.clock import ClockReport, clock_dataset
-from evaluation.competitor import Arm, Competitor, competes, competitors_with, make_competitor
+from evaluation.competitor import Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.families import BASELINE, LENGTH_HEAD
@@ -55,8 +55,8 @@ class Evaluation:
     """By dataset, at each of the evaluation's times, the first of this machine or as given."""
     contest: Contest
     """The contest of the verdict: that of the training set, or over all prompts of several."""
-    arms: Sequence[Arm]
-    """All settings that were replayed for the verdict's contest."""
+    replayed: Replays
+    """What was replayed for the verdict's contest: traces, and arms with all settings."""
     verdict: Record
     """As verdict.json has it: `sentence`, `policy` as `--policy` takes it, `gain`, `notes` and others."""
     batches: Sequence[Record] = ()
@@ -283,14 +283,14 @@ def _replayed(experiment: Experiment, transfer_from: str | None, *, has_batches:
     }
     contests = {dataset: hold_each(of, every_times, dataset=dataset) for dataset, of in replays.items()}
     contests = transferred_between(contests, experiment, replays, sources)
-    contest, arms = contest_of_verdict(experiment, replays, contests)
+    contest, replayed = contest_of_verdict(experiment, replays, contests)
     return Evaluation(
         experiment=experiment,
         replays=replays,
         contests=contests,
         contest=contest,
-        arms=arms,
-        verdict=record_of(conclude(contest, arms), experiment),
+        replayed=replayed,
+        verdict=record_of(conclude(contest, replayed.arms), experiment),
     )
 
 
@@ -332,12 +332,12 @@ def transferred_between(
 
 def contest_of_verdict(
     experiment: Experiment, replays: Mapping[str, Replays], contests: Mapping[str, Sequence[Contest]]
-) -> tuple[Contest, Sequence[Arm]]:
-    """The contest of the training sets at the evaluation's own times, and its arms: one dataset's, or one over all
-    prompts of several.
+) -> tuple[Contest, Replays]:
+    """The contest of the training sets at the evaluation's own times, and its replays: one dataset's, or those over
+    all prompts of several.
     """
     names = verdict_sets(experiment)
     own = contests[names[0]][0]
     if len(names) == 1:
-        return own, replays[names[0]].arms
+        return own, replays[names[0]]
     return together({name: replays[name] for name in names}, own.times)

@@ -2,7 +2,7 @@
 (law 4.11).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict
 from json import dumps as to_json
 from pathlib import Path
@@ -16,6 +16,7 @@ from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_da
 from evaluation.costs.machine import costs_for
 from evaluation.gain import Splits
 from evaluation.report.conclusion import Range, conclude, near_best
+from evaluation.report.evaluated import Evaluation
 from evaluation.report.verdict import Record, publish_verdict, range_record, record_of, tell, verdict_sets
 from evaluation.table import Table, announce, printing
 from evaluation.times import LINE
@@ -35,28 +36,33 @@ _NUM_BRIEF = 3
 
 @accepts_yaml
 def tune(
-    config: Config, *, write: bool | None = None, ratio: float | None = None, all: bool = False, json: bool = False
+    config: Config,
+    *,
+    write: bool | None = None,
+    ratio: float | None = None,
+    all: bool = False,
+    json: bool = False,
+    evaluation: Evaluation | None = None,
 ) -> None:
-    """Run `acceptance-heads tune`; `configs.measuring` documents its flags."""
+    """Run `acceptance-heads tune`; `configs.measuring` documents its flags.
+
+    Args:
+        evaluation: of the same config: its replays are read again instead of replaying the trace, unless a `ratio` asks
+            for other times or decode.policies kept heads out of it.
+    """
     if write is None:
         write = ratio is None
-    experiment = Experiment(config)
+    experiment = Experiment(config) if evaluation is None else evaluation.experiment
     if not experiment.heads:
         raise FileNotFoundError(
             f"no heads in {experiment.exported}; run `acceptance-heads export`, or name some in decode.heads"
         )
     with printing(json) as publish:
-        folder, competitors = trace_folder(experiment), competitors_with(experiment, experiment.heads, has_heads=True)
-        folder.refuse_other()
-        times = costs_for(experiment, ratio)
-        folder.complete()
-        names = verdict_sets(experiment)
-        traces = Splits(*map(join_traces, zip(*map(folder.load, names), strict=True)))
-        has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
-        replays = replay_dataset(traces, competitors, perfect_head=False, name="tune", has_token_rule=has_token_rule)
-        contest = hold(replays, times, dataset=" + ".join(names))
-        tuned = tuned_heads(replays, contest)
-        verdict = record_of(conclude(contest, replays.arms), experiment)
+        if evaluation is None or ratio is not None or not _has_every_head(evaluation):
+            evaluation = _evaluated(experiment, ratio)
+        contest = evaluation.contest
+        verdict = evaluation.verdict
+        tuned = tuned_heads(evaluation.replayed, contest, names=experiment.heads)
         for row in tuned:
             row["recommended"]["verdict"] = verdict["sentence"]
         if config.is_step:
@@ -67,7 +73,36 @@ def tune(
             announce([*_write(experiment, tuned), *publish_verdict(verdict, experiment, experiment.directory)])
         tell(verdict, experiment, is_written=write)
         rows = [_in_json(row) for row in tuned]
-        publish({"costs": asdict(times), "tuned": rows, "verdict": verdict})
+        publish({"costs": asdict(contest.times), "tuned": rows, "verdict": verdict})
+
+
+def _has_every_head(evaluation: Evaluation) -> bool:
+    names = {arm.competitor.head for arm in evaluation.replayed.arms}
+    return evaluation.experiment.heads.keys() <= names
+
+
+def _evaluated(experiment: Experiment, ratio: float | None) -> Evaluation:
+    """What tuning needs of an evaluation: the prompts of the verdict at one set of times, whether or not
+    decode.policies names heads.
+    """
+    folder = trace_folder(experiment)
+    competitors = competitors_with(experiment, experiment.heads, has_heads=True)
+    folder.refuse_other()
+    times = costs_for(experiment, ratio)
+    folder.complete()
+    names = verdict_sets(experiment)
+    traces = Splits(*map(join_traces, zip(*map(folder.load, names), strict=True)))
+    has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
+    replays = replay_dataset(traces, competitors, perfect_head=False, name="tune", has_token_rule=has_token_rule)
+    contest = hold(replays, times, dataset=" + ".join(names))
+    return Evaluation(
+        experiment=experiment,
+        replays={contest.dataset: replays},
+        contests={contest.dataset: [contest]},
+        contest=contest,
+        replayed=replays,
+        verdict=record_of(conclude(contest, replays.arms), experiment),
+    )
 
 
 def _write(experiment: Experiment, tuned: Sequence[Record]) -> Iterator[Path]:
@@ -80,12 +115,12 @@ def _write(experiment: Experiment, tuned: Sequence[Record]) -> Iterator[Path]:
             print(f"{path} is on the hub, and nothing is written there: {to_json(row['recommended'])}")
 
 
-def tuned_heads(replays: Replays, contest: Contest) -> list[Record]:
-    """Every head at the threshold that dev chose, the best threshold on test, and the rule of law 4.11 with lambda from
-    dev and learned online; gains over the best fixed length, on test. The fastest on dev first.
+def tuned_heads(replays: Replays, contest: Contest, *, names: Container[str]) -> list[Record]:
+    """Every head of these names at the threshold that dev chose, the best threshold on test, and the rule of law 4.11
+    with lambda from dev and learned online; gains over the best fixed length, on test. The fastest on dev first.
     """
     rows, times, baseline = [], contest.times, contest.baseline
-    arms = [arm for arm in replays.arms if arm.competitor.head]
+    arms = [arm for arm in replays.arms if arm.competitor.head in names]
     for arm in Bar(arms, desc="tune: auto", unit="heads", leave=False):
         (head,) = arm.competitor.policy.heads
         [result] = fastest_on_dev([arm], times).values()

@@ -258,13 +258,14 @@ def verdict_sets(experiment: Experiment) -> list[str]:
     return [name for name in names if experiment.is_training_set(name)] or names[:1]
 
 
-def together(parts: Mapping[str, Replays], times: Times) -> tuple[Contest, list[Arm]]:
-    """The contest over the prompts of several datasets, and its arms; the competitors are the same on all."""
+def together(parts: Mapping[str, Replays], times: Times) -> tuple[Contest, Replays]:
+    """The contest over the prompts of several datasets, and its replays; the competitors are the same on all."""
     arms = pooled([replays.arms for replays in parts.values()])
     dev = join_traces([replays.traces.dev for replays in parts.values()])
     test = join_traces([replays.traces.test for replays in parts.values()])
     has_token_rule = all(replays.has_token_rule for replays in parts.values())
-    return hold(Replays(Splits(dev, test), arms, has_token_rule), times, dataset=" + ".join(parts)), arms
+    joint = Replays(Splits(dev, test), arms, has_token_rule)
+    return hold(joint, times, dataset=" + ".join(parts)), joint
 
 
 def pooled(every: Sequence[Sequence[Arm]]) -> list[Arm]:

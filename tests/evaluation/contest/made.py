@@ -11,10 +11,11 @@ from decode.policies import FixedLength
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Replays, Result
 from evaluation.families import BASELINE, PRODUCT
-from evaluation.gain import Throughput
+from evaluation.gain import Splits, Throughput
 from evaluation.report.evaluated import Evaluation
 from tests.toys.times import flat_times
 
+NO_REPLAYS = Replays(Splits(None, None), ())  # type: ignore[type-var]
 SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
 
 
@@ -43,7 +44,7 @@ def evaluation_of(
     given = {
         "experiment": Experiment(Config(pair=pair, arguments=("--config", "my file.yaml"))),
         "contest": next(iter(contests.values()))[0],
-        "arms": (),
+        "replayed": next(iter((replays or {}).values()), NO_REPLAYS),
         "verdict": {"sentence": "Use fixed length 1.", "notes": []},
     }
     return Evaluation(contests=contests, replays=replays or {}, **given | values)

@@ -16,7 +16,7 @@ from tests.evaluation.contest.made import evaluation_of
 
 @pytest.fixture(scope="module")
 def evaluation(contest, replays):
-    return evaluation_of({"made": [contest]}, {"made": replays}, arms=replays.arms)
+    return evaluation_of({"made": [contest]}, {"made": replays}, replayed=replays)
 
 
 def test_it_does_not_change_and_shows_its_verdict(evaluation):

@@ -139,9 +139,9 @@ def test_several_training_sets_have_one_more_table_with_the_contest_of_the_verdi
     contests = {name: [replace(contest, dataset=name)] for name in of_sets}
     experiment = Experiment.__new__(Experiment)
     vars(experiment).update(datasets={name: name for name in of_sets}, training_sets={"one": "one", "two": "two"})
-    pooled, arms = contest_of_verdict(experiment, of_sets, contests)
+    pooled, joint = contest_of_verdict(experiment, of_sets, contests)
     assert (pooled.dataset, pooled.num_prompts) == ("one + two", 2 * contest.num_prompts)
-    assert {arm.test.prompt_of_row.max() + 1 for arm in arms} == {2 * contest.num_prompts}
+    assert {arm.test.prompt_of_row.max() + 1 for arm in joint.arms} == {2 * contest.num_prompts}
     evaluation = evaluation_of(contests, of_sets, contest=pooled, verdict=VERDICT)
     assert evaluation.pooled is pooled
     for rows in (evaluation.records, evaluation.stages):
@@ -151,7 +151,7 @@ def test_several_training_sets_have_one_more_table_with_the_contest_of_the_verdi
     text = (tmp_path / "report.html").read_text()
     assert text.index(SENTENCE[:30]) < text.index(f"<h3>{html.escape(title)}</h3>") < text.index("<h2>one</h2>")
     vars(experiment)["datasets"] = {"one": "one", "transfer": "transfer"}
-    assert contest_of_verdict(experiment, of_sets, contests) == (contests["one"][0], replays.arms)
+    assert contest_of_verdict(experiment, of_sets, contests) == (contests["one"][0], replays)
     assert evaluation_of(contests, of_sets).pooled is None
 
 

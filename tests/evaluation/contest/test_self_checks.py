@@ -78,7 +78,7 @@ def test_a_policy_of_position_alone_and_another_arm_of_the_lengths_are_the_best_
 def tuned_on(traces, heads, cost):
     grids = competitors_of({}, heads, max_draft_length=traces.dev.max_draft_length, policies=("head",))
     replays = Replays(traces, list(replay_arms(grids, traces)))
-    return tuned_heads(replays, Contest("made", cost, fastest_on_dev(replays.arms, cost)))
+    return tuned_heads(replays, Contest("made", cost, fastest_on_dev(replays.arms, cost)), names=heads)
 
 
 @pytest.mark.slow

@@ -4,17 +4,20 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from configs.front import COMMANDS, all_steps
 from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchCosts, Curve
 from evaluation.batches.curves import keep_curves
+from evaluation.contest import replay_dataset
 from evaluation.costs.machine import kept_costs, key_of
 from evaluation.costs.machine import verdict_of as costs_verdict
 from evaluation.report.replay import at_costs, lengths_text
@@ -146,6 +149,32 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
     assert other["tuned"][0]["recommended"] != recommended
     assert sum(line.startswith("nothing is written; with --write true") for line in lines) == 1
     assert [file.read_bytes() for file in files] == before, "a ratio is of other hardware"
+
+
+def test_all_replays_the_trace_once_and_tunes_as_tune_does_alone(flags, capsys, monkeypatch):
+    for name in ("data", "train", "export"):  # finished: nothing is left to do
+        monkeypatch.setitem(COMMANDS, name, (lambda config: None, ()))
+    replayed = []
+
+    def counted(traces, *args, **options):
+        replayed.append(options["name"])
+        return replay_dataset(traces, *args, **options)
+
+    for module in ("evaluated", "tune"):
+        monkeypatch.setattr(f"evaluation.report.{module}.replay_dataset", counted)
+    files = Path(flags[5], "exported", "plain", "config.json"), Path(flags[3], "verdict.json")
+    called("tune", *flags)
+    alone = [file.read_text() for file in files]
+    for file in files:
+        file.write_text(file.read_text().replace('"sentence"', '"old"').replace("max_rejection_prob", "other"))
+    replayed.clear()
+    all_steps(config_with(flags, "all"))
+    assert replayed == ["stories"]
+    assert [file.read_text() for file in files] == alone
+    without_heads = replace(config_with(flags, "all").decode, policies=("entropy",))
+    all_steps(replace(config_with(flags, "all"), decode=without_heads))
+    assert replayed == ["stories", "stories", "tune"], "heads are tuned whatever decode.policies says"
+    assert [file.read_text() for file in files] != alone
 
 
 def test_evaluate_ends_with_the_verdict_and_prints_json_only_if_asked(flags, capsys):
