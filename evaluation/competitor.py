@@ -39,6 +39,10 @@ class Competitor:
     def at(self, number: int) -> "Competitor":
         return replace(self, settings=(self.settings[number],))
 
+    def policy_at(self, number: int) -> Policy:
+        """The policy at a setting, as the loop runs it."""
+        return replace(self.policy, **self.settings[number])  # type: ignore[type-var]
+
     @property
     def head(self) -> str:
         return head_in(self.name)

@@ -11,7 +11,7 @@ and replays them for each set of times.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -68,7 +68,7 @@ class Result:
     @property
     def policy(self) -> Policy:
         """The policy at this setting, as the loop runs it."""
-        return replace(self.competitor.policy, **self.setting)  # type: ignore[type-var]
+        return self.competitor.policy_at(self.number)
 
     @property
     def tokens_per_s(self) -> float:

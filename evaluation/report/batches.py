@@ -14,7 +14,7 @@ from jaxtyping import Float
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from decode.policies.base import Head
-from decode.policies.batch import BatchAuto
+from decode.policies.batch import BatchAuto, BatchCosts
 from decode.policies.scores import ScoreHead
 from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.batches.load import NUM_QUEUES, BatchThroughput, load_at, queue_of, resampled_queues, step_through
@@ -24,7 +24,7 @@ from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, famil
 from evaluation.gain import Gain, gain_of_resamples
 from evaluation.table import Table, flat
 from evaluation.times import Times
-from evaluation.traces.replay import replay_rounds
+from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
 from heads.measures.histogram import observe
@@ -92,23 +92,36 @@ def _played_family(
     entry: Competitor, replays: Replays, every_times: Sequence[Times], sizes: Sequence[int]
 ) -> Iterator[tuple[tuple[int, int], tuple[Row, BatchThroughput, Float[np.ndarray, " queue"]]]]:
     """(number of the times, size) -> what a family reaches on test at the setting that is fastest on dev, and its speed
-    on resampled queues. Rounds and loads, the bulk of it, are those of one family and one size at a time.
+    on resampled queues. The rounds of all settings are those of one family on dev; on test only choices are replayed.
     """
     dev, test = replays.traces
-    of_dev = replay_rounds(dev, entry.policy)
-    of_test = replay_rounds(test, entry.policy)
-    for size in sizes:
-        loads = [load_at(of_dev, number, len(dev.rows), size) for number in range(len(entry.settings))]
+    curves = [times.costs(entry.policy.stop_kind) for times in every_times]
+    rounds = dict[int, Rounds]()
+    for size, chosen in _fastest_settings(entry, dev, curves, sizes).items():
         queues = resampled_queues(test.prompt_of_row, size)
-        for at_times, times in enumerate(every_times):
-            curves = times.costs(entry.policy.stop_kind)
-            speeds = [load.throughput(curves).tokens_per_s for load in loads]
-            number = speeds.index(max(speeds))
-            on_test = partial(load_at, of_test, number, len(test.rows), size)
-            of_queues = np.array([on_test(queue).throughput(curves).tokens_per_s for queue in queues])
+        for at_times, number in enumerate(chosen):
+            if number not in rounds:
+                rounds[number] = replay_rounds(test, entry.policy_at(number))
+            on_test = partial(load_at, rounds[number], 0, len(test.rows), size)
+            of_queues = np.array([on_test(queue).throughput(curves[at_times]).tokens_per_s for queue in queues])
             setting = ", ".join(f"{key}={value}" for key, value in entry.settings[number].items())
             named = {"family": entry.family, "name": entry.name, "setting": setting}
-            yield (at_times, size), (named, on_test().throughput(curves), of_queues)
+            yield (at_times, size), (named, on_test().throughput(curves[at_times]), of_queues)
+
+
+def _fastest_settings(
+    entry: Competitor, dev: Trace, curves: Sequence[BatchCosts], sizes: Sequence[int]
+) -> dict[int, list[int]]:
+    """Size -> the number of the setting that is fastest on dev at each of several times, the first of equals."""
+    rounds = replay_rounds(dev, entry.policy)
+    chosen = {}
+    for size in sizes:
+        speeds = []
+        for number in range(len(entry.settings)):
+            load = load_at(rounds, number, len(dev.rows), size)
+            speeds.append([load.throughput(costs).tokens_per_s for costs in curves])
+        chosen[size] = np.argmax(speeds, axis=0).tolist()
+    return chosen
 
 
 def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:

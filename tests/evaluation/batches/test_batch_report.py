@@ -51,6 +51,21 @@ def loads_of(competitor, trace, size):
     return [load_at(rounds, number, len(trace.rows), size) for number in range(len(competitor.settings))]
 
 
+def test_on_test_the_chosen_settings_alone_are_replayed(replays, monkeypatch):
+    """So that the rounds of all settings are in memory for dev alone."""
+    test, num_lanes = replays.traces.test, set()
+
+    def counted(trace, policy):
+        rounds = replay_rounds(trace, policy)
+        if trace is test:
+            num_lanes.add(int(rounds.lane.max()) + 1)
+        return rounds
+
+    monkeypatch.setattr(batches, "replay_rounds", counted)
+    rows_at(replays, with_share(TIMES, 0.0), [1, 2])
+    assert num_lanes == {len(test.rows)}
+
+
 def test_the_setting_is_the_fastest_on_dev_at_its_size_and_a_batch_of_one_costs_what_one_sequence_costs(replays):
     setup = with_share(TIMES, 0.3)
     rows = rows_at(replays, with_share(TIMES, 0.0), [1]) + rows_at(replays, setup, [2, 6])
