@@ -16,13 +16,13 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (967, 700),
+    "configs": (969, 700),
     "store": (441, 350),
     "lm": (2931, 2650),
     "data_gen": (4356, 3000),
     "heads": (3619, 2450),
     "decode": (2795, 2350),
-    "evaluation": (6735, 4100),
+    "evaluation": (6760, 4100),
     "serve": (500, 480),
     "papers": (1160, 850),
     "checkpoints/recipes": (961, 930),
