@@ -121,8 +121,17 @@ class States:
                 print(f"note: nothing reads {self.data.dir}/features, which an earlier version wrote; delete it")
             name = f"{LOCK}-{share.rank}-of-{share.world_size}"
             with only_writer(root, setting="data.dir", name=name, wait_s=_WAIT_S):
-                for timing, of_timing in missing.items():
-                    self._fill(self._missing(of_timing, timing), timing, shows=share.rank == 0)
+                missing = {timing: self._missing(of_timing, timing) for timing, of_timing in missing.items()}
+                total = sum(len(shard.lengths) for of_timing in missing.values() for shard in of_timing)
+                with Bar(
+                    total=total,
+                    unit="rows",
+                    desc=f"states: {next(iter(missing))}",
+                    disable=share.rank != 0 or total == 0,
+                ) as bar:
+                    for timing, of_timing in missing.items():
+                        bar.set_description(f"states: {timing}")
+                        self._fill(of_timing, timing, bar)
             self.__dict__.pop("source", None)
             free_memory()
         share.wait_for_others(str(root), partial(self._is_full, shards))
@@ -152,7 +161,7 @@ class States:
                 print(f"warning: {problem.partition(';')[0]}; computing it again", file=sys.stderr)
                 sidecar_path(path).unlink()
 
-    def _fill(self, shards: Sequence[FeatureShard], timing: StateTiming, *, shows: bool) -> None:
+    def _fill(self, shards: Sequence[FeatureShard], timing: StateTiming, bar: Bar) -> None:
         """Compute the states of some shards."""
         folder = self.folder(timing)
         num_stale = sum(is_whole(folder / shard.labels.name) for shard in shards)
@@ -160,11 +169,9 @@ class States:
             reason = "were computed from other rows, or with another draft or dtype"
             print(f"{folder}: {num_stale} shards {reason}; computing them again", file=sys.stderr)
         clean_partial(folder, names={shard.labels.stem for shard in shards})
-        total = sum(len(shard.lengths) for shard in shards)
-        with Bar(total=total, unit="rows", desc=f"states: {timing}", disable=not (shows and total)) as bar:
-            for shard in shards:
-                self._write(shard, timing)
-                bar.update(len(shard.lengths))
+        for shard in shards:
+            self._write(shard, timing)
+            bar.update(len(shard.lengths))
 
     def _write(self, shard: FeatureShard, timing: StateTiming) -> None:
         """Compute the states of a shard and write them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
+import torch
 
 _DEADLINE_S = 30.0
 
@@ -16,6 +17,7 @@ def started(work: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # makes torch's pool anew; threads that did it at once would find none
             work()
             os._exit(0)
         finally:

@@ -12,6 +12,7 @@ import pytest
 import configs
 import data_gen
 import decode
+import evaluation
 import heads
 from configs.command import SECTIONS, parser_for
 from configs.front import COMMANDS
@@ -64,7 +65,8 @@ def test_every_setting_that_the_parser_takes_is_on_the_page_with_its_text(hooks)
 def test_every_public_name_is_documented(hooks):
     named = re.findall(r"^::: (\S+)$", hooks.api(), flags=re.MULTILINE)
     public = [
-        (room.__name__, ["", *(f".{name}" for name in room.__all__)]) for room in (decode, heads, data_gen, configs)
+        (room.__name__, ["", *(f".{name}" for name in room.__all__)])
+        for room in (decode, heads, data_gen, evaluation, configs)
     ]
     assert named == [room + name for room, names in public for name in names]
 
