@@ -121,7 +121,7 @@ class ClockReport:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """This dataset's entry of clock.json: what was clocked, its verdict, and a row for every policy."""
         facts = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
         return facts | {"rows": [flat(row) for row in self.rows]}
 

@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def line(self) -> str:
-        """To paste."""
+        """The engine's flags at its best setting, as its command line takes them."""
         if self.drafting is None:
             return self.engine.off
         return self.engine.line(self.flags.setting, self.drafting)

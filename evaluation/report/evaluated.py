@@ -82,7 +82,7 @@ class Evaluation:
 
     @property
     def all_contests(self) -> list[Contest]:
-        """Those of all datasets at all times, and the pooled one at last."""
+        """The contests of every dataset at all times, then the pooled contest if there is one."""
         contests = [*chain(*self.contests.values())]
         if self.pooled is not None:
             contests.append(self.pooled)
