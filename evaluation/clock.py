@@ -122,8 +122,13 @@ class ClockReport:
 
     def as_dict(self) -> dict[str, Any]:
         """This dataset's entry of clock.json: what was clocked, its verdict, and a row for every policy."""
-        facts = {"dataset": self.dataset, "about": self.about, "verdict": self.verdict, "common": self.common}
-        return facts | {"rows": [flat(row) for row in self.rows]}
+        return {
+            "dataset": self.dataset,
+            "about": self.about,
+            "verdict": self.verdict,
+            "common": self.common,
+            "rows": [flat(row) for row in self.rows],
+        }
 
 
 def _played(result: Result) -> Played:

@@ -60,12 +60,8 @@ def threshold_figures(contest: Contest) -> dict[str, Figure]:
     top = max((figure.axes[0].dataLim.y1 for figure in figures.values()), default=0.0)
     chosen = [100 * result.over(contest.baseline).value for results in by_axis.values() for result in results]
     span = top - min(chosen, default=0.0) + 1
-    for axis, figure in figures.items():
-        figure.axes[0].set(
-            xlabel=axis,
-            ylabel="gain, %",
-            ylim=(top - (1 + _LOWER) * span, top + 0.05 * span),
-        )
+    for figure in figures.values():
+        figure.axes[0].set(ylim=(top - (1 + _LOWER) * span, top + 0.05 * span))
     return figures
 
 
@@ -87,6 +83,7 @@ def threshold_figure(contest: Contest, results: Sequence[Result]) -> Figure:
         axes.plot(values[is_equal], percent[is_equal], color=colour, linewidth=4, alpha=0.8)
         is_chosen = curve["is_chosen"].to_numpy()
         axes.plot(values[is_chosen], percent[is_chosen], "o", markersize=6, color=colour)
+        axes.set(xlabel=_axis(result, str(threshold_of(result))), ylabel="gain, %")
     return figure
 
 
