@@ -1,8 +1,8 @@
 """Times of an engine's forwards: numbers that anyone can measure, the engine's own log, or the loop of transformers,
 which takes longer around a forward than ours.
 
-Generations with several constant numbers of tokens, and without an assistant, take turns; forwards are counted by hooks
-on both models, and the seconds are
+Generations with several constant numbers of tokens, and without an assistant, take turns on the clock of
+`evaluation.sources.clock`; forwards are counted by hooks on both models, and the seconds are
 
     T = t_start + t_draft * (draft forwards) + t_target(1) * (verifications of a draft) + t_target(0) * (plain steps)
 
@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,23 +27,22 @@ from decode.experiment import Experiment
 from decode.policies.batch import Curve
 from evaluation.bench.arms import Arm, assisted, constant
 from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
+from evaluation.costs.measure import Loop
 from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.regression import least_absolute
+from evaluation.sources.clock import Clocked, clock_within
 from evaluation.times import TimeErrors, Times, curve_of
-from evaluation.turns import in_turns, turns_within
 from lm import Pair
 
 LENGTHS = (None, 1, 2, 4, 8, 16)
 """Constant numbers of tokens that are timed in transformers; None: no assistant."""
 BUDGET_S = 40.0
-_FEWEST_TURNS = 12
+FEWEST_TURNS = 12
 _TOKENS = 64
 _FAR = 4096
 """Tokens, more than any draft has."""
 _NEVER_STOPS = {"assistant_confidence_threshold": 1e-9}
-Run = tuple[int, int, int, float]
-"""Draft forwards, verifications of a draft, target forwards of one token, and seconds of one generation."""
 
 
 def given_times(t_draft_ms: Milliseconds | None, t_target_ms: Milliseconds | None, log: str | None) -> Times | None:
@@ -126,7 +126,7 @@ def times_for(experiment: Experiment, engine: str, given: Times | None) -> Times
     key = key_of(experiment) | {"loop": "transformers"}
     if (entry := store.get(key)) is None:
         on_cpu = experiment.pair.target.device.type == "cpu"
-        timed = stable(lambda: _measured(experiment), largest_errors, on_cpu=on_cpu)
+        timed = stable(lambda: fitted(timed_generations(loop_of(experiment))), largest_errors, on_cpu=on_cpu)
         entry = entry_of(timed)
         store.keep([(key, entry)])
     errors = errors_of(entry)._replace(stopping=ours.errors.stopping)
@@ -140,39 +140,52 @@ def _of_drafts(plain_s: float, verify_s: float) -> Curve:
     return Curve((1, 2, _FAR), (plain_s, verify_s, verify_s))
 
 
-def _measured(experiment: Experiment) -> Times:
-    loop = loop_of(experiment)
-    pair = loop.pair
+def timed_generations(loop: Loop) -> list[Clocked]:
+    """Generations of transformers with every constant number of tokens, and without an assistant, their forwards
+    counted.
+    """
     prompts = loop.prompts
     num_tokens = min(_TOKENS, loop.max_new_tokens)
-    changes = {str(k): None if k is None else constant(k) | _NEVER_STOPS for k in LENGTHS}
-    arms = {name: assisted(pair, num_tokens, loop.sampling, settings) for name, settings in changes.items()}
-    for arm in arms.values():
-        arm((prompts[0], 0))  # a warm-up
-    turns = turns_within(BUDGET_S, _FEWEST_TURNS, desc="costs: transformers' own", unit="turns")
-    timed = in_turns(arms, ((turn, prompts[turn % len(prompts)]) for turn in turns))
-    return fitted([_counted(pair, arms[name], *at) for at, order in timed for name in order])
+    arms = {}
+    for k in LENGTHS:
+        changes = None if k is None else constant(k) | _NEVER_STOPS
+        arms[str(k)] = _counted(loop.pair, assisted(loop.pair, num_tokens, loop.sampling, changes))
+    runs = clock_within(
+        BUDGET_S,
+        arms,
+        lambda turn: (prompts[turn % len(prompts)], turn),
+        fewest=FEWEST_TURNS,
+        desc="costs: transformers' own",
+    )
+    return list(chain(*runs.values()))
 
 
-def _counted(pair: Pair, arm: Arm, seed: int, prompt: list[int]) -> Run:
-    calls: Counter[nn.Module] = Counter()
+def _counted(pair: Pair, arm: Arm) -> Arm:
+    """The arm with its forwards counted."""
 
-    def count(model: nn.Module, _: object) -> None:
-        calls[model] += 1
+    def decode(request: tuple[list[int], int]) -> Clocked:
+        calls: Counter[nn.Module] = Counter()
 
-    with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
-        run = arm((prompt, seed))
-    num_drafts = calls[pair.draft]
-    num_targets = calls[pair.target]
-    return num_drafts, num_targets * (num_drafts > 0), num_targets * (num_drafts == 0), run.whole_s
+        def count(model: nn.Module, _: object) -> None:
+            calls[model] += 1
+
+        with pair.target.register_forward_pre_hook(count), pair.draft.register_forward_pre_hook(count):
+            run = arm(request)
+        counts = replace(run.counts, num_draft_forwards=calls[pair.draft], num_target=calls[pair.target])
+        return replace(run, counts=counts)
+
+    return decode
 
 
-def fitted(runs: Sequence[Run]) -> Times:
-    """The times that fit these runs best."""
-    *counts, seconds = np.array(runs, dtype=np.float64).T
-    # relative to each run's seconds: a slow moment of the machine stretches all of it
-    columns = np.column_stack([*counts, np.ones(len(runs))]) / seconds[:, None]
+def fitted(runs: Sequence[Clocked]) -> Times:
+    """The times that fit these generations best; one without draft forwards has plain steps alone."""
     ones = np.ones(len(runs))
+    drafts = np.array([run.counts.num_draft_forwards for run in runs])
+    targets = np.array([run.counts.num_target for run in runs])
+    seconds = np.array([run.whole_s for run in runs])
+    is_plain = drafts == 0
+    # relative to each run's seconds: a slow moment of the machine stretches all of it
+    columns = np.column_stack([drafts, targets * ~is_plain, targets * is_plain, ones]) / seconds[:, None]
     times = least_absolute(columns, ones)
     deviation = 1.48 * np.median(np.abs(columns @ times - ones))  # that of normal residuals of this median size
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))

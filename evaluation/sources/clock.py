@@ -9,6 +9,9 @@ All arms run on a prompt one right after the other, so a slow moment of the mach
 stored as soon as every arm has had its turns. An interrupted run decodes only the prompts that lack an arm; these are
 decoded again by all arms, so that their seconds are of one moment.
 
+What is shorter than a generation is timed elsewhere, in turns and within a budget too (`evaluation.turns`): the loop
+itself times rounds, which `evaluation.costs.measure` reads, and `evaluation.costs.stops` times draft steps.
+
     key    run (a digest of what decides tokens and seconds), prompt, arm
     value  `Clocked`: counts and seconds; of several repeats, from the same seed, the medians of the seconds
 """
@@ -28,7 +31,7 @@ import torch
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.rounds import Counts, Generation, Round
 from evaluation.played import Array, Played
-from evaluation.turns import in_turns
+from evaluation.turns import in_turns, turns_within
 from lm import Sampler
 from store.json_files import KeyedStore
 from store.progress import Bar
@@ -157,15 +160,50 @@ def clock_in_turns(
         for turn, name in enumerate(prompts):
             if name not in missing:
                 continue
-            repeated: dict[str, list[Clocked]] = {arm: [] for arm in arms}
-            for _, order in in_turns(arms, range(repeats), first=turn):
-                for arm in order:
-                    repeated[arm].append(arms[arm](prompts[name]))
+            repeated = _repeated(arms, prompts[name], repeats, first=turn)
             runs[name] = {arm: median_of(of_arm) for arm, of_arm in repeated.items()}
             if store:
                 store.keep(name, runs[name])
             bar.update()
     return {arm: [runs[name][arm] for name in prompts] for arm in arms}
+
+
+def clock_within(
+    budget_s: float,
+    arms: Mapping[str, Callable[[AnyPrompt], Clocked]],
+    request_of: Callable[[int], AnyPrompt],
+    *,
+    fewest: int,
+    desc: str,
+) -> dict[str, list[Clocked]]:
+    """Every arm once in every turn, [arm][turn], for as many turns as the seconds suffice for: at least `fewest`. Each
+    arm decodes the first request once before anything is timed.
+
+    Args:
+        budget_s: seconds for all turns.
+        arms: by name.
+        request_of: number of a turn -> what all arms decode in it.
+        fewest: turns.
+        desc: of the progress bar.
+    """
+    for decode in arms.values():
+        decode(request_of(0))
+    runs: dict[str, list[Clocked]] = {arm: [] for arm in arms}
+    for turn in turns_within(budget_s, fewest, desc=desc, unit="turns"):
+        for arm, of_arm in _repeated(arms, request_of(turn), 1, first=turn).items():
+            runs[arm] += of_arm
+    return runs
+
+
+def _repeated(
+    arms: Mapping[str, Callable[[AnyPrompt], Clocked]], request: AnyPrompt, repeats: int, *, first: int
+) -> dict[str, list[Clocked]]:
+    """Generations of every arm for one request, in turns that arm number `first` begins."""
+    runs: dict[str, list[Clocked]] = {arm: [] for arm in arms}
+    for _, order in in_turns(arms, range(repeats), first=first):
+        for arm in order:
+            runs[arm].append(arms[arm](request))
+    return runs
 
 
 def played_of(

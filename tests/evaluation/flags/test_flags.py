@@ -15,13 +15,16 @@ from decode.policies import FixedLength
 from decode.policies.batch import Curve
 from decode.policies.registry import policy_of
 from evaluation.batches.load import queue_of
+from evaluation.costs.measure import Loop
+from evaluation.flags import times as flag_times
 from evaluation.flags.answer import DEFAULT, FIXED, FLAGS, NONE, Answer, answer_of, arm_of
 from evaluation.flags.command import batch_line
 from evaluation.flags.counters import read_counters, speeds, tokens_per_round
 from evaluation.flags.engines import ENGINES, LLAMA_CPP, VLLM, ShortDrafts
-from evaluation.flags.times import fitted, given_times
+from evaluation.flags.times import LENGTHS, fitted, given_times, timed_generations
 from evaluation.gain import Splits
 from evaluation.played import Played
+from evaluation.sources.clock import Clocked
 from evaluation.times import Times, curve_of
 from evaluation.traces.replay import replay_rounds, replay_settings
 from heads import AcceptanceHead
@@ -333,9 +336,24 @@ def test_the_fit_finds_the_times_that_runs_were_made_of_whatever_a_few_outliers_
         if number % 6:
             drafts, rounds, plain = int(generator.integers(20, 90)), int(generator.integers(8, 40)), 0
         seconds = 0.02 + 0.003 * drafts + 0.011 * rounds + 0.008 * plain + 1e-4 * generator.standard_normal()
-        runs.append((drafts, rounds, plain, seconds * (3.0 if number % 17 == 0 else 1.0)))
+        counts = Counts(num_draft_forwards=drafts, num_target=rounds + plain)
+        whole_s = seconds * (3.0 if number % 17 == 0 else 1.0)
+        runs.append(Clocked(counts=counts, whole_s=whole_s, first_token_s=0.0))
     times = fitted(runs)
     assert times.t_draft_s == pytest.approx(0.003, rel=0.02)
     assert times.target_s(np.arange(4)).tolist() == pytest.approx([0.008, 0.011, 0.011, 0.011], rel=0.02)
     assert 0 < times.errors.drafting < 0.05
     assert all(0 < error < 0.05 for error in times.errors.verifying)
+
+
+def test_generations_of_transformers_take_turns_and_their_forwards_are_counted(pair, monkeypatch):
+    monkeypatch.setattr(flag_times, "BUDGET_S", 0.0)
+    loop = Loop(pair=pair, sampling=Sampling(), max_draft_length=4, prompts=PROMPTS[:2], max_new_tokens=6)
+    runs = timed_generations(loop)
+    num_turns = len(runs) // len(LENGTHS)
+    assert num_turns == flag_times.FEWEST_TURNS
+    alone = [run.counts for run in runs[:num_turns]]
+    assert {(counts.num_draft_forwards, counts.num_target, counts.num_emitted) for counts in alone} == {(0, 6, 6)}
+    for counts in (run.counts for run in runs[num_turns : 2 * num_turns]):  # drafts of one token
+        assert 2 <= counts.num_target <= 6
+        assert 2 <= counts.num_draft_forwards <= counts.num_target

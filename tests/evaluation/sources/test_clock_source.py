@@ -1,6 +1,8 @@
 """Arms take turns, are stored prompt by prompt and resume; what they did is `Played` with the seconds of the clock."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from evaluation.sources.clock import (
     StoredRuns,
     clock_generation,
     clock_in_turns,
+    clock_within,
     latency_of,
     median_of,
     played_of,
@@ -67,6 +70,25 @@ def test_arms_rotate_and_warm_up_before_anything_is_timed(tmp_path):
     assert all({name for name, _ in turn} == set(names) for turn in turns)
     assert [run.whole_s for run in runs["k=2"]] == [(6 + number) / 4 for number in range(6)]
     assert runs["alone"][0].repeats == 2
+
+
+def test_a_clock_with_a_budget_takes_turns_until_it_is_used_up(monkeypatch):
+    texts: list[tuple[str, int]] = []
+
+    def arm_of(name):
+        def written(number: int) -> Clocked:
+            texts.append((name, number))
+            return Clocked(counts=Counts(num_emitted=number), whole_s=1.0, first_token_s=0.5)
+
+        return written
+
+    monkeypatch.setattr("evaluation.turns.perf_counter", partial(next, count()))  # a second each time
+    arms = {name: arm_of(name) for name in SPEEDS}
+    runs = clock_within(3.5, arms, lambda turn: 10 * turn, fewest=2, desc="race")
+    names = list(SPEEDS)
+    assert texts[:3] == [(name, 0) for name in names], "a warm-up"
+    assert [texts[start] for start in range(3, len(texts), 3)] == [(names[0], 0), (names[1], 10), (names[2], 20)]
+    assert [run.counts.num_emitted for run in runs["k=2"]] == [0, 10, 20]
 
 
 def test_repeats_count_with_the_medians_of_their_seconds_and_stored_generations_are_whole(tmp_path):
