@@ -12,7 +12,7 @@ The interval is BCa's, widened for few prompts; of fewer than `MIN_PROMPTS` ther
 prints how often intervals hold the true gain.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, exp, expm1, hypot, sqrt
@@ -228,7 +228,8 @@ def doubt(gain: Gain, num_prompts: int, *, lead: str = "it", remedy: str = MORE_
     """
     if gain.low is None:
         return shortage(gain, num_prompts, remedy=remedy)
-    if gain.is_above_noise or gain.is_below_noise:
+    is_same = gain.low == gain.high == 0
+    if gain.is_above_noise or gain.is_below_noise or is_same:
         return ""
     needed = prompts_needed(gain, num_prompts)
     if needed is None:
@@ -236,17 +237,28 @@ def doubt(gain: Gain, num_prompts: int, *, lead: str = "it", remedy: str = MORE_
     return f"{prompts_text(needed)} test prompts would settle {lead}: {remedy}"
 
 
-def conclusion(name: str, gain: Gain, rival: str, num_prompts: int) -> str:
+def conclusion(name: str, gain: Gain, rival: str, num_prompts: int, *, remedy: str = MORE_PROMPTS) -> str:
     """One comparison as a sentence without its full stop: which is faster, or what would settle it."""
+    clause = doubt(gain, num_prompts, remedy=remedy)
+    return "; ".join(filter(None, (comparison(name, gain, rival), clause)))
+
+
+def comparison(name: str, gain: Gain, rival: str) -> str:
+    """Which of two is faster, as a sentence without its full stop, or that noise hides it."""
     if gain.low is None:
-        return f"{name} over {rival}: {gain.words}; {doubt(gain, num_prompts)}"
+        return f"{name} over {rival}: {gain.words}"
     if gain.is_above_noise:
         return f"{name} is faster than {rival} by more than noise, {gain.words}"
     if gain.is_below_noise:
         return f"{name} is slower than {rival} by more than noise, {gain.words}"
-    if gain.value == 0 == gain.standard_error:
+    if gain.low == gain.high == 0:
         return f"{name} and {rival} do the same"
-    return f"{name} and {rival} differ by no more than noise, {gain.words}; {doubt(gain, num_prompts)}"
+    return f"{name} and {rival} differ by no more than noise, {gain.words}"
+
+
+def leads(gains: Mapping[str, Gain]) -> str:
+    """The gains over several rivals, by name: +20.1 % (17.2, 23.0) over a, +3.0 % (1.0, 5.0) over b."""
+    return ", ".join(f"{gain.words} over {rival}" for rival, gain in gains.items())
 
 
 def prompts_text(num_prompts: int) -> str:

@@ -46,7 +46,7 @@ from decode.policies.registry import RULES, read_spec, registered
 from evaluation.competitor import Competitor
 from evaluation.contest import Result, best_setting
 from evaluation.costs.machine import costs_for
-from evaluation.gain import Gain, Throughput, shortage
+from evaluation.gain import Throughput, conclusion
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
@@ -56,6 +56,7 @@ from lm.features.eagle import Eagle
 from lm.features.glide import Glide
 from papers.hierarchies.configurations import NO_DRAFT
 from papers.hierarchies.decoded import Decoded, StoredLoop, play_all, version_of
+from papers.hierarchies.tables import result_name
 from papers.hierarchies.times import fitted_seconds
 
 PUBLISHED = {"pythia": 0.4, "qwen2.5": 0.3, "llama-3": 0.3}
@@ -299,22 +300,12 @@ def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[s
 
 
 def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
-    """The stops whose gain over the best fixed length of their own draft has its whole interval above 0, and the
-    others. The best is the faster one on test, of the length that dev chose and the published one: dev's choice may
-    have been unlucky.
+    """How each stop compares with the best fixed length of its own draft: the faster one on test, of the length that
+    dev chose and the published one, since dev's choice may have been unlucky.
     """
-    gains: dict[str, Gain] = {}
+    sentences = []
     for published, best, *stops in (rows.values() for rows in drafts):
         base = max((published, best), key=lambda result: result.tokens_per_s)
-        gains |= {stop.family: stop.over(base) for stop in stops}
         num_prompts = len(base.throughput.tokens)
-    best_gain = max(gains.values(), key=lambda gain: gain.value, default=None)
-    if best_gain is not None and best_gain.low is None:
-        return f"No verdict on stops: {shortage(best_gain, num_prompts)}"
-    won = [f"{name} {gain.text}" for name, gain in gains.items() if gain.is_above_noise]
-    lost = [text for name, gain in gains.items() if (text := f"{name} {gain.text}") not in won]
-    on_the_clock = "the best fixed length of the same draft on the clock"
-    if not won:
-        return f"No stop beats {on_the_clock}: {', '.join(lost)}" if lost else ""
-    others = f"; not so: {', '.join(lost)}" if lost else ""
-    return f"{len(won)} of {len(gains)} stops beat {on_the_clock}: {', '.join(won)}{others}"
+        sentences += [conclusion(stop.family, stop.over(base), result_name(base), num_prompts) for stop in stops]
+    return ". ".join(sentences)

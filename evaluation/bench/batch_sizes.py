@@ -21,7 +21,7 @@ from decode.loop.rounds import Counts
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop
-from evaluation.gain import Gain, gain_of_turns
+from evaluation.gain import Gain, comparison, gain_of_turns
 from evaluation.regression import rising
 from evaluation.sources.clock import Clocked, clock_in_turns
 from evaluation.table import Table, crossed
@@ -121,8 +121,7 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     cells = []
     for row in sorted(rows, key=itemgetter("batch_size")):
-        gain = Gain(row["gain"], row["low"], row["high"], None)
-        text = f", {gain.text}" if row["gain"] else ""
+        text = f", {_gain_in(row).text}" if row["gain"] else ""
         cells.append((row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}{text}"))
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     note = f"after the comma: over the best fixed length's of the same turn, with its 95 % interval over {_TURNS} turns"
@@ -130,7 +129,14 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The fastest policy of every size, in a sentence."""
+    """How the fastest policy of every size compares with the best fixed length."""
     best = {row["batch_size"]: row for row in sorted(rows, key=itemgetter("batch_size", "tokens_per_s"))}
-    named = (f"{row['policy']} {row['against_fixed'] - 1:+.1%} in batches of {size}" for size, row in best.items())
-    return f"Fastest on this clock, over the best fixed length: {', '.join(named)}."
+    sentences = []
+    for size, row in best.items():
+        compared = comparison(row["policy"], _gain_in(row), "the best fixed length")
+        sentences.append(f"In batches of {size}, {compared}.")
+    return " ".join(sentences)
+
+
+def _gain_in(row: Mapping[str, Any]) -> Gain:
+    return Gain(row["gain"], row["low"], row["high"], None)

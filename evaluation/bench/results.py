@@ -23,7 +23,7 @@ from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
-from evaluation.gain import MIN_PROMPTS, Gain, median_ratio, shortage
+from evaluation.gain import MIN_PROMPTS, Gain, doubt, leads, median_ratio
 from evaluation.sources.clock import Clocked, latency_of, played_of
 from evaluation.table import Table, crossed
 from evaluation.times import Times
@@ -209,8 +209,8 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
 
 
 def race_sentence(cell: Cell) -> str:
-    """Lead of our arm that dev chose over each schedule; of policies that were named, which have no figures of dev, the
-    fastest on the timed prompts. Too few prompts for an interval are reported.
+    """Lead of our arm that dev chose over each schedule, or over the best fixed length where none ran, and what would
+    settle the first lead; of policies that were named, which have no figures of dev, the fastest on the timed prompts.
     """
     results = cell.contest.results
     ours = [name for name, result in results.items() if result.family not in (*SCHEDULES, ALONE, UNASSISTED)]
@@ -219,24 +219,21 @@ def race_sentence(cell: Cell) -> str:
     if results[best].on_dev is None:
         how = "fastest of the named policies on these prompts:"
         best = max(ours, key=lambda name: results[name].tokens_per_s)
-    family = results[best].family
-    subject = (
-        f"{cell.contest.dataset}, {SAMPLING_NAMES[cell.sampling]} at ratio {cell.contest.times.ratio:.2f}: {how} "
-        f"{name_of(family)}"
-    )
     schedules = [name for name in SCHEDULES if name in cell.rivals]
-    rival = schedules[0] if schedules else BASELINE
-    doubt = _doubt(cell.over(best, rival), _num_prompts(cell))
+    gains = {name_of(name): cell.over(best, name) for name in schedules or [BASELINE] if best != cell.rivals[name]}
+    sentence = (
+        f"{cell.contest.dataset}, {SAMPLING_NAMES[cell.sampling]} at ratio {cell.contest.times.ratio:.2f}: {how} "
+        f"{name_of(results[best].family)}"
+    )
+    if gains:
+        sentence += f": {leads(gains)}"
     if not schedules:
-        lead = "" if family == BASELINE else f", {_short(cell.over(best, BASELINE))} % over the best fixed length"
-        return f"{subject}{lead}; without --race.assistant no schedule of transformers runs beside it.{doubt}"
-    leads = ", ".join(f"{_over(cell, best, name)} % over {name_of(name)}" for name in schedules)
-    return f"{subject}: {leads}.{doubt}"
-
-
-def _doubt(gain: Gain, num_prompts: int) -> str:
-    """What a gain of too few prompts does not show, in a sentence."""
-    return f" {shortage(gain, num_prompts, remedy='raise --num_prompts')}." if gain.low is None else ""
+        sentence += "; without --race.assistant no schedule of transformers runs beside it"
+    remedy = "raise --num_prompts"
+    doubts = [
+        doubt(gain, _num_prompts(cell), lead=f"the lead over {rival}", remedy=remedy) for rival, gain in gains.items()
+    ]
+    return ". ".join([sentence, *list(filter(None, doubts))[:1]]) + "."
 
 
 def _num_prompts(cell: Cell) -> int:
@@ -252,10 +249,4 @@ def _over(cell: Cell, arm: str, rival: str) -> str:
     """Gain, interval and median in per cent; empty over itself."""
     if arm == cell.rivals[rival]:
         return ""
-    return f"{_short(cell.over(arm, rival))} {100 * cell.median_over(arm, rival):+.1f}"
-
-
-def _short(gain: Gain) -> str:
-    if gain.low is None or gain.high is None:
-        return f"{100 * gain.value:+.1f}"
-    return f"{100 * gain.value:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
+    return f"{cell.over(arm, rival).text.replace('%', '')} {100 * cell.median_over(arm, rival):+.1f}"

@@ -11,7 +11,7 @@ from evaluation.competitor import Competitor, competitors_of, label_of, make_com
 from evaluation.contest import Arm, Result, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, BOUNDS, GROUPS, HEADS, TRAINING_FREE, family
 from evaluation.flags.engines import Drafting, Engine
-from evaluation.gain import MIN_PROMPTS, Gain, Splits, doubt
+from evaluation.gain import MIN_PROMPTS, Gain, Splits, doubt, leads
 from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.replay import replay_rounds
@@ -134,19 +134,17 @@ class Answer:
         if self.drafting is None:
             yield f"{where}: do not speculate. No setting of {name} is predicted to be faster than the target on dev."
         else:
-            listed = ", ".join(
-                f"{gain.words} over {_BASES[base]}"
-                for base, gain in self.gains(flags).items()
-                if not is_same(flags, self.choices[base])
-            )
-            sentence = f"{where}: {label_of('', flags.setting)}, predicted {listed}."
+            gains = {
+                _BASES[base]: gain for base, gain in self.gains(flags).items() if not is_same(flags, self.choices[base])
+            }
+            sentence = f"{where}: {label_of('', flags.setting)}, predicted {leads(gains)}."
             clause = doubt(flags.over(self.choices[NONE]), self.by_default.test.num_prompts)
             if clause:
                 sentence += f" {clause[0].upper()}{clause[1:]}."
             yield sentence
         default = self.choices.get(DEFAULT)
         if default is not None and (gain := default.over(self.choices[NONE])).value < 0:
-            yield f"{name}'s default is predicted to be slower: {gain.words} over no speculation."
+            yield f"{name}'s default is predicted to be slower: {leads({NONE: gain})}."
         for ours, choice in self.choices.items():
             if ours in OURS.values():
                 yield f"{ours.capitalize()} ({choice.competitor.name}) would add {choice.over(flags).words}."

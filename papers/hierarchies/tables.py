@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from evaluation.contest import Result, best_setting
-from evaluation.gain import MIN_PROMPTS, gain_over, shortage
+from evaluation.gain import MIN_PROMPTS, conclusion, gain_over
 from evaluation.table import Table, flat, shown
 from evaluation.times import Times
 from heads.measures.figure import GREY, Plot, figure_of, plot_of
@@ -147,14 +147,12 @@ def third_level_verdict(
     """Whether a third level pays, in words. Dev chooses both sides, test reports them."""
     on_test = {member.competitor.family: member for member in test}
     plain, best = (on_test[one.competitor.family].result() for one, *_ in fastest_sides(dev or test, times))
-    measured = best.over(plain)
-    num_prompts = len(plain.throughput.tokens)
-    doubt = f" {shortage(measured, num_prompts)}." if measured.low is None else ""
+    hierarchy = f"the best hierarchy, {result_name(best)},"
+    speculation = f"the best plain speculation, {result_name(plain)}"
     lines = [
         f"Measured here (t_draft / t_target = {times.t_draft_s / times.alone_s:.3f}, t_micro / t_draft = "
-        f"{times.t_micro_s / times.t_draft_s:.2f}): the best hierarchy, {result_name(best)}, is "
-        f"{measured.words} against the best plain speculation, {result_name(plain)}, both chosen on "
-        f"{'dev' if dev else 'the same prompts'}.{doubt}"
+        f"{times.t_micro_s / times.t_draft_s:.2f}), both sides chosen on {'dev' if dev else 'the same prompts'}: "
+        f"{conclusion(hierarchy, best.over(plain), speculation, len(plain.throughput.tokens))}."
     ]
     lines += [
         f"From the counts, with t_draft / t_target {'as here' if label else f'{ratio:g}'}, a third level pays at "

@@ -143,8 +143,7 @@ def test_dev_chooses_what_runs_on_test_and_both_sides_of_the_verdict():
     for chosen_on, best, where in ((dev, "HSDDW window=10", "dev"), ([], "pre-verified n=1", "the same prompts")):
         gain = third_level_frame(chosen_on or test, times, {})
         verdict = third_level_verdict(test, chosen_on, gain, times=times)
-        assert f"the best hierarchy, {best}, is" in verdict
-        assert f"both chosen on {where}." in verdict
+        assert f"both sides chosen on {where}: the best hierarchy, {best}, " in verdict
 
 
 WIDTHS = {"micro": 24, "draft": 96}
