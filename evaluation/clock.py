@@ -271,8 +271,7 @@ def _arm_of(loop: PrimedLoop, runner: Result, trace: Trace) -> Callable[[int], C
     def decode(row: int) -> Clocked:
         request = trace.rows[row]
         loop.prime(request.prompt_ids)
-        run, _ = clock_generation(decoder, [*request.prompt_ids], request.limit, draws=PlayedSampler(trace, row))
-        return run
+        return clock_generation(decoder, [*request.prompt_ids], request.limit, draws=PlayedSampler(trace, row))
 
     return decode
 

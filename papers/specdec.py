@@ -22,16 +22,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from decode.experiment import Experiment
-from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import FixedLength, HeadPolicy, Policy
 from evaluation.competitor import family_of
 from evaluation.contest import best_setting
 from evaluation.costs.machine import costs_for, loop_of
 from evaluation.families import SPECDEC
-from evaluation.sources.clock import Clocked, clock_generation, clock_in_turns
+from evaluation.sources.clock import Arm, Clocked, clock_in_turns, generations_of
 from evaluation.table import Table
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
@@ -142,21 +140,13 @@ def generations(experiment: Experiment, prompts: Sequence[list[int]], head: Acce
         "SpecDec++": [loop.decoder(HeadPolicy(head, threshold)) for threshold in THRESHOLDS],
     }
 
-    def arm_of(decoder: SpeculativeDecoder) -> Callable[[tuple[list[int], int]], Clocked]:
-        def decode_request(request: tuple[list[int], int]) -> Clocked:
-            prompt, limit = request
-            run, _ = clock_generation(decoder, prompt, limit, draws=torch.Generator().manual_seed(decode.seed))
-            return run
-
-        return decode_request
-
-    arms: dict[str, Callable[[tuple[list[int], int]], Clocked]] = {}
+    arms: dict[str, Arm] = {}
     for name, members in decoders.items():
-        arms |= {f"{name} {number}": arm_of(member) for number, member in enumerate(members)}
+        arms |= {f"{name} {number}": generations_of(member) for number, member in enumerate(members)}
     requests = {}
     for number, prompt in enumerate(prompts):
         fraction = _FRACTIONS[number % len(_FRACTIONS)]
-        requests[str(number)] = prompt, max(2, round(decode.max_new_tokens * fraction))
+        requests[str(number)] = prompt, max(2, round(decode.max_new_tokens * fraction)), decode.seed
     runs = clock_in_turns(arms, requests, desc="forward times", warm_up=requests["0"])
     return {
         name: [run for number in range(len(members)) for run in runs[f"{name} {number}"]]

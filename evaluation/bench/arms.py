@@ -15,7 +15,7 @@ A schedule keeps what it has learnt from prompt to prompt, as it would for its u
 `generate` as they are; transformers itself then applies them to the draft twice, when drawing and when verifying.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
@@ -25,9 +25,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_sklearn_available, logging
 
-from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.rounds import Counts
-from evaluation.sources.clock import Clocked, clock_generation
+from evaluation.sources.clock import Arm, Clocked, Request
 from lm import Pair, Sampling
 
 DEFAULT = "transformers: default"
@@ -37,8 +36,6 @@ UNASSISTED = "transformers: no assistant"
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
 HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
-Arm = Callable[[tuple[list[int], int]], Clocked]
-"""Generates from a prompt and a seed, on the clock."""
 
 
 class _FirstToken:
@@ -58,17 +55,6 @@ class _FirstToken:
         pass
 
 
-def generations_of(decoder: SpeculativeDecoder, num_tokens: int) -> Arm:
-    """Generations of our loop."""
-
-    def written(request: tuple[list[int], int]) -> Clocked:
-        prompt, seed = request
-        run, _ = clock_generation(decoder, prompt, num_tokens, draws=torch.Generator().manual_seed(seed))
-        return run
-
-    return written
-
-
 def constant(k: int) -> dict[str, Any]:
     """Entries of the draft's generation config for drafts of a fixed length."""
     settings = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
@@ -83,7 +69,6 @@ def about_default() -> str:
 
 def assisted(
     pair: Pair,
-    num_tokens: int,
     sampling: Sampling,
     changes: Mapping[str, Any] | None,
     *,
@@ -94,20 +79,19 @@ def assisted(
 
     Args:
         pair: draft and target.
-        num_tokens: tokens of each generation; with `ends_at_eos` the most that it may have.
         sampling: passed to `generate`.
         changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
             without a draft.
         assistant: a language model that drafts instead of the pair's draft.
-        ends_at_eos: a generation ends at the target's EOS.
+        ends_at_eos: a generation ends at the target's EOS; else it has as many tokens as are requested.
     """
     drafts = None if changes is None else assistant or pair.draft
     helper: dict[str, Any] = {} if drafts is None else {"assistant_model": drafts}
     helper |= _sampling_settings(sampling)
     settings = dict(changes or {})
 
-    def written(request: tuple[list[int], int]) -> Clocked:
-        prompt, seed = request
+    def written(request: Request) -> Clocked:
+        prompt, num_tokens, seed = request
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=pair.target.device)
         streamer = _FirstToken()

@@ -27,7 +27,6 @@ from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.registry import read_spec, registered
 from evaluation.bench import arms as ways
-from evaluation.bench.arms import generations_of
 from evaluation.bench.results import OTHER_SAMPLING, Cell, competitor, contest_of
 from evaluation.competitor import Competitor, competitors_with
 from evaluation.contest import Contest, Result, hold, replay_dataset
@@ -37,7 +36,7 @@ from evaluation.families import ALONE, BASELINE, BOUNDS
 from evaluation.families import family as family_named
 from evaluation.gain import Splits
 from evaluation.keys import class_key, head_key, machine_key, models_key, policy_key, prompts_key
-from evaluation.sources.clock import StoredRuns, clock_in_turns
+from evaluation.sources.clock import Arm, Request, StoredRuns, clock_in_turns, generations_of
 from evaluation.times import Times
 from evaluation.traces.recording import trace_folder
 from evaluation.tuning.calibration import is_of_other_sampling
@@ -209,13 +208,12 @@ class Race:
         arms = self._arms(dataset, sampling)
         competitors = {name: entry for name, (_, entry) in arms.items()}
         requests = self._requests(dataset)
-        prompt, _ = next(iter(requests.values()))
         runs = clock_in_turns(
             {name: run for name, (run, _) in arms.items()},
             requests,
             desc=f"bench: {dataset}, {sampling}",
             store=StoredRuns(self._store, _run_of(key, competitors)),
-            warm_up=(prompt, len(requests)),
+            warm_up=next(iter(requests.values())),
         )
         best = {} if self._named else self.best_arms(dataset, sampling)
         on_dev = {name: result.on_dev for name, result in best.items()}
@@ -232,13 +230,13 @@ class Race:
             "rules": asdict(replace(self._rules, datasets=())),
         }
 
-    def _requests(self, dataset: str) -> dict[str, tuple[list[int], int]]:
+    def _requests(self, dataset: str) -> dict[str, Request]:
         """The test prompts by number, each with the seed of all arms."""
         prompts = self.experiment.prompt_ids(dataset, "test", num=self._num_prompts)
         first_seed = self._rules.run * len(prompts)
-        return {str(number): (ids, first_seed + number) for number, ids in enumerate(prompts)}
+        return {str(number): (ids, self._num_tokens, first_seed + number) for number, ids in enumerate(prompts)}
 
-    def _arms(self, dataset: str, sampling_name: str) -> dict[str, tuple[ways.Arm, Competitor]]:
+    def _arms(self, dataset: str, sampling_name: str) -> dict[str, tuple[Arm, Competitor]]:
         """Every arm of a cell by a unique name."""
         sampling = self._samplings[sampling_name]
         named = dict(zip(self._policies, self._named, strict=True))
@@ -250,12 +248,11 @@ class Race:
             ends_at_eos=not self._rules.ignore_eos,
         )
 
-        def ours(family: str, setting: str, policy: Policy) -> tuple[ways.Arm, Competitor]:
+        def ours(family: str, setting: str, policy: Policy) -> tuple[Arm, Competitor]:
             heads = [head for head in policy.heads if isinstance(head, AcceptanceHead)]
             is_foreign = any(is_of_other_sampling(head, sampling) for head in heads)
             version = OTHER_SAMPLING if is_foreign else ""
-            run = generations_of(loop.decoder(policy), self._num_tokens)
-            return run, competitor(family, setting, version=version)
+            return generations_of(loop.decoder(policy)), competitor(family, setting, version=version)
 
         arms = {ALONE: ours(ALONE, "-", FixedLength(0))}
         arms |= {spec: ours(_family_of(spec), spec, policy) for spec, policy in named.items()}
@@ -264,7 +261,6 @@ class Race:
         for (family, setting), changes in self._schedules(fixed).items():
             run = ways.assisted(
                 self.experiment.pair,
-                self._num_tokens,
                 sampling,
                 changes,
                 assistant=self._assistant,

@@ -20,7 +20,7 @@ halves of the run if that is larger, since a machine may change for good in the 
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any, TypeVar
@@ -71,11 +71,8 @@ class Loop:
     @classmethod
     def of(cls: type[AnyLoop], experiment: Experiment, **changes: Any) -> AnyLoop:
         """The loop that a config describes, but for these changes."""
-        settings: dict[str, Any] = {
-            "sampling": experiment.sampling,
-            "max_draft_length": experiment.decode.max_draft_length,
-        }
-        return cls(pair=experiment.pair, **settings | changes)
+        longest = experiment.decode.max_draft_length
+        return replace(cls(pair=experiment.pair, sampling=experiment.sampling, max_draft_length=longest), **changes)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -84,8 +81,12 @@ class Loop:
 
     def decoder(self, policy: Policy) -> SpeculativeDecoder:
         """The loop with that policy; all decoders share their models."""
-        settings: dict[str, Any] = {"sampling": self.sampling, "eos_ids": self.eos_ids}
-        return self.models.decoder(self.models.drafter(policy), max_draft_length=self.max_draft_length, **settings)
+        return self.models.decoder(
+            self.models.drafter(policy),
+            sampling=self.sampling,
+            eos_ids=self.eos_ids,
+            max_draft_length=self.max_draft_length,
+        )
 
     @cached_property
     def models(self) -> PairModels:

@@ -25,13 +25,13 @@ from configs.flag_types import Milliseconds
 from configs.paths import local_path
 from decode.experiment import Experiment
 from decode.policies.batch import Curve
-from evaluation.bench.arms import Arm, assisted, constant
+from evaluation.bench.arms import assisted, constant
 from evaluation.costs.machine import costs_for, entry_of, errors_of, kept_costs, key_of, largest_errors, loop_of
 from evaluation.costs.measure import Loop
 from evaluation.costs.stability import stable
 from evaluation.costs.stops import policies_by_kind, shares_of
 from evaluation.regression import least_absolute
-from evaluation.sources.clock import Clocked, clock_within
+from evaluation.sources.clock import Arm, Clocked, Request, clock_within
 from evaluation.times import TimeErrors, Times, curve_of
 from lm import Pair
 
@@ -149,11 +149,11 @@ def timed_generations(loop: Loop) -> list[Clocked]:
     arms = {}
     for k in LENGTHS:
         changes = None if k is None else constant(k) | _NEVER_STOPS
-        arms[str(k)] = _counted(loop.pair, assisted(loop.pair, num_tokens, loop.sampling, changes))
+        arms[str(k)] = _counted(loop.pair, assisted(loop.pair, loop.sampling, changes))
     runs = clock_within(
         BUDGET_S,
         arms,
-        lambda turn: (prompts[turn % len(prompts)], turn),
+        lambda turn: (prompts[turn % len(prompts)], num_tokens, turn),
         fewest=FEWEST_TURNS,
         desc="costs: transformers' own",
     )
@@ -163,7 +163,7 @@ def timed_generations(loop: Loop) -> list[Clocked]:
 def _counted(pair: Pair, arm: Arm) -> Arm:
     """The arm with its forwards counted."""
 
-    def decode(request: tuple[list[int], int]) -> Clocked:
+    def decode(request: Request) -> Clocked:
         calls: Counter[nn.Module] = Counter()
 
         def count(model: nn.Module, _: object) -> None:

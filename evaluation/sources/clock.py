@@ -26,13 +26,12 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.rounds import Counts, Generation, Round
 from evaluation.played import Array, Played
 from evaluation.turns import in_turns, turns_within
-from lm import Sampler
+from lm import RandomSampler, Sampler
 from store.json_files import KeyedStore
 from store.progress import Bar
 
@@ -59,10 +58,8 @@ class Clocked:
     repeats: int = 1
 
 
-def clock_generation(
-    decoder: SpeculativeDecoder, prompt_ids: list[int], limit: int, *, draws: Sampler | torch.Generator
-) -> tuple[Clocked, Generation]:
-    """One generation of our loop of at most `limit` tokens, and what the clock says of it."""
+def clock_generation(decoder: SpeculativeDecoder, prompt_ids: list[int], limit: int, *, draws: Sampler) -> Clocked:
+    """One generation of our loop of at most `limit` tokens."""
     rounds: list[Round] = []
     first_token_s = 0.0
     started_s = perf_counter()
@@ -70,9 +67,23 @@ def clock_generation(
         if not rounds:
             first_token_s = perf_counter() - started_s
         rounds.append(round_)
-    generation = Generation.of(rounds)
     whole_s = perf_counter() - started_s
-    return clocked_of(rounds, whole_s=whole_s, first_token_s=first_token_s), generation
+    return clocked_of(rounds, whole_s=whole_s, first_token_s=first_token_s)
+
+
+Request = tuple[list[int], int, int]
+"""A prompt, the most tokens to write, and a seed."""
+Arm = Callable[[Request], Clocked]
+
+
+def generations_of(decoder: SpeculativeDecoder) -> Arm:
+    """Generations of our loop."""
+
+    def decode(request: Request) -> Clocked:
+        prompt, limit, seed = request
+        return clock_generation(decoder, prompt, limit, draws=RandomSampler(seed))
+
+    return decode
 
 
 def clocked_of(rounds: Sequence[Round], *, whole_s: float, first_token_s: float) -> Clocked:

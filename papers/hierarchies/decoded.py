@@ -8,9 +8,9 @@ Hierarchies cannot be replayed from a trace: which tokens an inner verification 
 `hierarchy` and the tables of HSDDW share their generations.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from json import dumps
 from typing import Any
@@ -20,14 +20,12 @@ import numpy as np
 from data_gen.prompts.sets import Split
 from data_gen.store.manifest import digest, settle
 from decode.experiment import LEVELS, Experiment, Level
-from decode.loop.decoder import SpeculativeDecoder
 from decode.policies.base import Policy
 from evaluation.competitor import Competitor, label_of
 from evaluation.contest import Result
 from evaluation.keys import machine_key, models_key, policy_key
 from evaluation.played import Played, joined
-from evaluation.sources.clock import Clocked, StoredRuns, clock_generation, clock_in_turns, played_of
-from lm import RandomSampler
+from evaluation.sources.clock import Arm, Clocked, StoredRuns, clock_in_turns, generations_of, played_of
 from lm.draws import GENERATOR, seed_of
 from store.json_files import KeyedStore
 from store.lock import only_writer
@@ -112,10 +110,11 @@ class StoredLoop:
         if not prompts:
             return []
         limit = self._experiment.decode.max_new_tokens
-        arms: dict[str, Callable[[tuple[list[int], int]], Clocked]] = {}
+        seed = self._experiment.decode.seed
+        arms: dict[str, Arm] = {}
         for entry in competitors:
-            arms |= {name: self._arm_of(entry.at(number)) for number, name in enumerate(members_of(entry))}
-        requests = {_name_of(ids): (ids, limit) for ids in prompts}
+            arms |= {name: _arm_of(entry.at(number)) for number, name in enumerate(members_of(entry))}
+        requests = {_name_of(ids): (ids, limit, seed_of(seed, "hierarchy", _name_of(ids))) for ids in prompts}
         with only_writer(self.directory, setting="decode.dir"):
             runs = clock_in_turns(
                 arms,
@@ -123,7 +122,7 @@ class StoredLoop:
                 desc=f"{self.directory.name}: {len(arms)} drafters",
                 store=self._store,
                 repeats=repeats,
-                warm_up=(prompts[0], _WARM_UP_TOKENS),
+                warm_up=(prompts[0], _WARM_UP_TOKENS, seed),
             )
         at = [list(requests).index(_name_of(ids)) for ids in prompts]  # a prompt may be there twice
         decoded = []
@@ -132,22 +131,12 @@ class StoredLoop:
             decoded.append(decoded_of(entry, members))
         return decoded
 
-    def _arm_of(self, competitor: Competitor) -> Callable[[tuple[list[int], int]], Clocked]:
-        """A competitor at its only setting; its models are loaded where it first decodes."""
-        assert competitor.build is not None
-        build = competitor.build
-        decoders: list[SpeculativeDecoder] = []
-        seed = self._experiment.decode.seed
 
-        def decode(request: tuple[list[int], int]) -> Clocked:
-            prompt, limit = request
-            if not decoders:
-                decoders.append(build(**competitor.settings[0]))
-            sampler = RandomSampler(seed_of(seed, "hierarchy", _name_of(prompt)))
-            run, _ = clock_generation(decoders[0], prompt, limit, draws=sampler)
-            return run
-
-        return decode
+def _arm_of(competitor: Competitor) -> Arm:
+    """A competitor at its only setting; its models are loaded where it first decodes."""
+    assert competitor.build is not None
+    decoder = cache(partial(competitor.build, **competitor.settings[0]))
+    return lambda request: generations_of(decoder())(request)
 
 
 def play_all(

@@ -10,9 +10,10 @@ from decode.policies import FixedLength, TokenProb
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchAuto
 from evaluation.bench import batch_sizes
-from evaluation.bench.arms import HEURISTICALLY, assisted, constant, generations_of
+from evaluation.bench.arms import HEURISTICALLY, assisted, constant
 from evaluation.bench.batch_sizes import curves_of, measure_sizes, size_table, size_verdict
 from evaluation.costs.measure import Loop
+from evaluation.sources.clock import generations_of
 from heads import AcceptanceHead
 from lm import Sampling
 from tests.toys.small_pair import EOS, PROMPTS
@@ -27,7 +28,7 @@ def loop_of(pair, sampling):
 
 def emitted(arm):
     """Number of tokens of one generation, whose first token is there before its last one."""
-    run = arm((PROMPTS[0], 0))
+    run = arm((PROMPTS[0], NUM_TOKENS, 0))
     assert 0 < run.first_token_s <= run.whole_s
     return run.counts.num_emitted
 
@@ -59,28 +60,28 @@ def test_every_arm_writes_the_same_number_of_tokens_and_restores_the_models_conf
     before = [each.generation_config.to_dict() for each in (pair.target, pair.draft)]
     loop = loop_of(pair, sampling)
     for policy in (FixedLength(0), FixedLength(3), TokenProb(0.3)):
-        assert emitted(generations_of(loop.decoder(policy), NUM_TOKENS)) == NUM_TOKENS
+        assert emitted(generations_of(loop.decoder(policy))) == NUM_TOKENS
     for changes in (None, {}, HEURISTICALLY, constant(3)):
-        assert emitted(assisted(pair, NUM_TOKENS, sampling, changes)) == NUM_TOKENS
+        assert emitted(assisted(pair, sampling, changes)) == NUM_TOKENS
     assert [each.generation_config.to_dict() for each in (pair.target, pair.draft)] == before
     assert pair.target.generation_config.eos_token_id == EOS
     pair.target.generation_config.eos_token_id = list(range(pair.vocab_size))
     for ends_at_eos, num_tokens in ((True, 1), (False, NUM_TOKENS)):
-        assert emitted(assisted(pair, NUM_TOKENS, sampling, None, ends_at_eos=ends_at_eos)) == num_tokens
+        assert emitted(assisted(pair, sampling, None, ends_at_eos=ends_at_eos)) == num_tokens
     pair.target.generation_config.eos_token_id = EOS
 
 
 def test_the_default_schedule_is_transformers_own_and_the_heuristic_keeps_what_it_has_learnt(pair, settings_used):
-    assisted(pair, NUM_TOKENS, SAMPLINGS[2], {})((PROMPTS[0], 0))
+    assisted(pair, SAMPLINGS[2], {})((PROMPTS[0], NUM_TOKENS, 0))
     (default,) = settings_used
     assert (default["threshold"], default["schedule"], default["most"][0]) == (0.4, "constant", 20)
     assert (default["temperature"], default["top_p"], default["eos"]) == (0.7, 0.9, None)
-    timed = assisted(pair, NUM_TOKENS, Sampling(), HEURISTICALLY)
-    other = assisted(pair, NUM_TOKENS, Sampling(), constant(2))
-    timed((PROMPTS[0], 0))
+    timed = assisted(pair, Sampling(), HEURISTICALLY)
+    other = assisted(pair, Sampling(), constant(2))
+    timed((PROMPTS[0], NUM_TOKENS, 0))
     assert pair.draft.generation_config.num_assistant_tokens is None
-    other((PROMPTS[0], 0))
-    timed((PROMPTS[1], 1))
+    other((PROMPTS[0], NUM_TOKENS, 0))
+    timed((PROMPTS[1], NUM_TOKENS, 1))
     _, first, between, second = settings_used
     assert first["threshold"] == 0.4
     assert set(between["most"]) == {2}, "a constant schedule drafts so many tokens"
@@ -90,10 +91,10 @@ def test_the_default_schedule_is_transformers_own_and_the_heuristic_keeps_what_i
 
 
 def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_batches(pair, monkeypatch):
-    ran, arm_of = [], batch_sizes._arm_of
+    ran, generations_of = [], batch_sizes._arm_of
 
     def watched(loop, policy, size, rounds):
-        decode = arm_of(loop, policy, size, rounds)
+        decode = generations_of(loop, policy, size, rounds)
 
         def written(seed):
             ran.append((policy, decode(seed)))

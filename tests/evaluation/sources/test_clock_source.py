@@ -17,6 +17,7 @@ from evaluation.sources.clock import (
     clock_generation,
     clock_in_turns,
     clock_within,
+    generations_of,
     latency_of,
     median_of,
     played_of,
@@ -33,7 +34,7 @@ def raced(path, *, run="run", repeats=1, stops_after=None):
     """Six prompts: (texts in the order in which they were written, generations by arm and prompt)."""
     texts: list[tuple[str, int]] = []
 
-    def arm_of(name, speed):
+    def generations_of(name, speed):
         def written(number: int) -> Clocked:
             if stops_after is not None and len(texts) >= stops_after:
                 raise KeyboardInterrupt
@@ -43,7 +44,7 @@ def raced(path, *, run="run", repeats=1, stops_after=None):
 
         return written
 
-    arms = {name: arm_of(name, speed) for name, speed in SPEEDS.items()}
+    arms = {name: generations_of(name, speed) for name, speed in SPEEDS.items()}
     store = StoredRuns(KeyedStore(path / "clock.jsonl", remedy=""), run)
     prompts = {str(number): number for number in range(6)}
     return texts, clock_in_turns(arms, prompts, desc="race", store=store, repeats=repeats, warm_up=WARM_UP)
@@ -75,7 +76,7 @@ def test_arms_rotate_and_warm_up_before_anything_is_timed(tmp_path):
 def test_a_clock_with_a_budget_takes_turns_until_it_is_used_up(monkeypatch):
     texts: list[tuple[str, int]] = []
 
-    def arm_of(name):
+    def generations_of(name):
         def written(number: int) -> Clocked:
             texts.append((name, number))
             return Clocked(counts=Counts(num_emitted=number), whole_s=1.0, first_token_s=0.5)
@@ -83,7 +84,7 @@ def test_a_clock_with_a_budget_takes_turns_until_it_is_used_up(monkeypatch):
         return written
 
     monkeypatch.setattr("evaluation.turns.perf_counter", partial(next, count()))  # a second each time
-    arms = {name: arm_of(name) for name in SPEEDS}
+    arms = {name: generations_of(name) for name in SPEEDS}
     runs = clock_within(3.5, arms, lambda turn: 10 * turn, fewest=2, desc="race")
     names = list(SPEEDS)
     assert texts[:3] == [(name, 0) for name in names], "a warm-up"
@@ -104,8 +105,10 @@ def test_repeats_count_with_the_medians_of_their_seconds_and_stored_generations_
 
 def test_a_generation_of_the_loop_has_its_counts_its_draft_lengths_and_its_seconds(pair):
     loop = Loop(pair=pair, sampling=Sampling(), max_draft_length=4)
-    run, generation = clock_generation(loop.decoder(FixedLength(3)), PROMPTS[0], 12, draws=RandomSampler())
-    assert run.counts == generation.counts
+    decoder = loop.decoder(FixedLength(3))
+    run = clock_generation(decoder, PROMPTS[0], 12, draws=RandomSampler(3))
+    generation = decoder.generate(PROMPTS[0], 12, generator=RandomSampler(3))
+    assert run.counts == generations_of(decoder)((PROMPTS[0], 12, 3)).counts == generation.counts
     assert sum(run.lengths) == len(generation.rounds) > 1
     assert np.dot(run.lengths, range(len(run.lengths))) == run.counts.num_drafted
     assert 0 < run.first_token_s < run.whole_s
