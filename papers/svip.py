@@ -300,7 +300,7 @@ def row_cells(rows: Mapping[str, Result], alone: Throughput, columns: Sequence[s
 
 
 def stop_verdict(drafts: Sequence[Mapping[str, Result]]) -> str:
-    """How each stop compares with the best fixed length of its own draft: the faster one on test, of the length that
+    """How each stop compares with the best fixed length of the same draft: the faster one on test, of the length that
     dev chose and the published one, since dev's choice may have been unlucky.
     """
     sentences = []
