@@ -33,7 +33,7 @@ _MOST = 10**9
 _COUNT = Limit(1, _MOST)
 _NAMES = {
     Limit(0, is_open=True): """
-        data.prompts.weight data.server.timeout_s heads.reject_weights heads.accept_weight trainer.limit_train_batches
+        data.prompts.weight data.server.timeout_s heads.reject_weights trainer.limit_train_batches
         trainer.limit_val_batches trainer.limit_test_batches trainer.val_check_interval decode.t_draft_s
         decode.t_target_s decode.t_target_ms decode.ratios decode.transfer_weights""",
     Limit(0): """

@@ -126,7 +126,6 @@ def import_head(
     source: str,
     out: str,
     reject_weight: float | None = None,
-    accept_weight: float = 1.0,
     mixing_ratio: float | None = 0.15,
 ) -> object:
     """Convert a released SpecDec++ head or a DSpark draft's confidence head to the format of `export`.
@@ -135,8 +134,7 @@ def import_head(
         config: the experiment; its pair names the head's draft and target, and the Sampling to use the head with.
         source: a directory with config.json and model.safetensors, or a hub id; or a DSpark draft for pair.target.
         out: output directory of the head.
-        reject_weight: reject weight that the head was trained with; for a SpecDec++ head only.
-        accept_weight: accept weight that the head was trained with.
+        reject_weight: w_rej / w_acc that the head was trained with; for a SpecDec++ head only.
         mixing_ratio: mixing ratio of the training data.
     """
 

@@ -214,10 +214,8 @@ class HeadsConfig:
     architectures: tuple[str, ...] = ("resnet",)
     """Block types to try: resnet (the paper's) or others of `heads.model.formula`."""
     reject_weights: tuple[float, ...] = (1.0,)
-    """Values of w_rej of the loss to try, above 0. A larger one counts rejections more and lowers raw scores;
+    """Values of w_rej / w_acc of the loss to try, above 0. A larger one counts rejections more and lowers raw scores;
     calibrated heads differ little. SpecDec++: [1, 3, 6, 12]."""
-    accept_weight: float = 1.0
-    """w_acc of the loss, above 0; only its ratio to `reject_weights` matters."""
     timings: tuple[Literal["fed", "drawn", "prefix", "candidate"], ...] = ("drawn",)
     """When a token is scored: fed (once read, the paper's), drawn, prefix (before it is drawn), candidate (trees)."""
     scalars: tuple[bool | tuple[str, ...], ...] = (True,)

@@ -186,7 +186,6 @@ def import_(
     source: str,
     out: str,
     reject_weight: float | None = None,
-    accept_weight: float = 1.0,
     mixing_ratio: float | None = 0.15,
 ) -> Path:
     """Run `acceptance-heads import`; `configs.making` documents its flags."""
@@ -204,7 +203,6 @@ def import_(
     draft = of_source.draft if is_dspark else pair.draft
     facts = [{"path": model.path, "name": model.path, "revision": model.revision} for model in (draft, pair.target)]
     provenance = Provenance(
-        accept_weight=accept_weight,
         reject_weight=1.0 if reject_weight is None else reject_weight,
         mixing_ratio=None if is_dspark else mixing_ratio,
         draft=facts[0],

@@ -151,6 +151,11 @@ class BatchLoader:
     def __len__(self) -> int:
         return -(-len(self.items) // self.batch_size)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its responses, drafted or not."""
+        return sum(self.lengths[shard][row] for shard, row in self.items)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the order depends; Lightning calls this before each."""
         self.epoch = epoch

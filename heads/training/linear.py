@@ -49,7 +49,7 @@ class Curvature:
 
     def observe(self, columns: Float[Tensor, "tokens column"], targets: Targets) -> None:
         """Add some tokens."""
-        total = targets.weighted()[1].double()
+        total = targets.weighted().double()
         prob = (self._point @ columns.T).sigmoid()
         for index, weight in enumerate(total * prob * (1 - prob)):
             self._sum[index].addmm_(columns.T * weight, columns)
@@ -85,16 +85,20 @@ class LinearFit:
         self._step = torch.ones_like(self.weights[..., 0])
         self._slope = torch.zeros_like(self._step)
         self._loss = torch.full_like(self._step, torch.inf)
+        self._is_open = torch.ones_like(self._step, dtype=torch.bool)
         self._history: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MEMORY)
         self._clear()
 
     def observe(self, columns: Float[Tensor, "tokens column"], targets: Targets) -> None:
-        """Add some tokens to the sums at the trial point."""
-        logit = self._trial @ columns.T
-        accept, total = (values.double()[:, None] for values in targets.weighted())
-        self._sums += (total * F.softplus(logit) - accept * logit).sum(-1)
-        self._gradient_sums += (total * logit.sigmoid() - accept) @ columns
-        self._mass += total.sum((-2, -1))
+        """Add some tokens to the sums at the trial points of the heads and ridges that another step may improve."""
+        head, ridge = self._open
+        accept = targets.accepted.double()
+        total = targets.weighted().double()
+        logit = self._trial[head, ridge] @ columns.T
+        of_open = total[head]
+        self._sums[head, ridge] += (of_open * F.softplus(logit) - accept * logit).sum(-1)
+        self._gradient_sums[head, ridge] += (of_open * logit.sigmoid() - accept) @ columns
+        self._mass += total.sum(-1)
 
     def advance(self, reduce: Reduce) -> None:
         """Accept or shorten the step of each head and ridge, and choose the next trial point."""
@@ -102,15 +106,17 @@ class LinearFit:
         offset = self._trial - self._start
         loss = reduce(self._sums) / mass + self._ridges / 2 * offset.square().sum(-1)
         gradient = reduce(self._gradient_sums) / mass[..., None] + self._ridges[:, None] * offset
-        is_accepted = loss <= self._loss + _SUFFICIENT_DECREASE * self._step * self._slope
+        is_decrease = loss <= self._loss + _SUFFICIENT_DECREASE * self._step * self._slope
+        is_accepted = self._is_open & is_decrease
         self._move(loss, gradient, is_accepted)
         self._step = torch.where(is_accepted, 1.0, _SHORTER * self._step)
         direction = torch.where(is_accepted[..., None], self._newton_like(), self._direction)
         self._slope = (direction * self._gradient).sum(-1)
-        is_open = -self._slope / 2 > _TOLERANCE
         self._direction = direction
-        self._trial = self.weights + torch.where(is_open, self._step, 0.0)[..., None] * direction
-        self.is_done = not float(reduce(is_open.sum()))  # the same in every process, whatever the rounding of each
+        self._trial = self.weights + self._step[..., None] * direction
+        # the same in every process, whatever the rounding of each
+        self._is_open = self._is_open & (reduce((-self._slope / 2 > _TOLERANCE).double()) > 0)
+        self.is_done = not self._is_open.any()
         self._clear()
 
     def _move(self, loss: Tensor, gradient: Tensor, is_accepted: Tensor) -> None:
@@ -152,6 +158,7 @@ class LinearFit:
         return scale[..., None] * q
 
     def _clear(self) -> None:
+        self._open = self._is_open.nonzero(as_tuple=True)
         self._sums = torch.zeros_like(self._loss)
         self._gradient_sums = torch.zeros_like(self.weights)
         self._mass = torch.zeros_like(self.weights[:, 0, 0])

@@ -33,22 +33,20 @@ class Targets(NamedTuple):
     """P in [0, 1], shared by all heads."""
     rejected: Float[Tensor, " tokens"]
     """1 - P, likewise."""
-    accept_weight: Float[Tensor, " heads"]
     reject_weight: Float[Tensor, " heads"]
     mass: Float[Tensor, " heads"]
     """The denominator, averaged over processes."""
 
     @classmethod
-    def of(cls, label: Tensor, accept_weight: Tensor, reject_weight: Tensor) -> "Targets":
+    def of(cls, label: Float[Tensor, " tokens"], reject_weight: Float[Tensor, " heads"]) -> "Targets":
         """Targets of a batch, with its own denominator."""
         rejected = 1 - label
-        mass = accept_weight * label.sum() + reject_weight * rejected.sum()
-        return cls(label, rejected, accept_weight, reject_weight, mass)
+        mass = label.sum() + reject_weight * rejected.sum()
+        return cls(label, rejected, reject_weight, mass)
 
-    def weighted(self) -> tuple[Float[Tensor, "heads tokens"], Float[Tensor, "heads tokens"]]:
-        """w_acc P and w_acc P + w_rej (1 - P) of each head."""
-        accept = self.accept_weight[:, None] * self.accepted
-        return accept, accept + self.reject_weight[:, None] * self.rejected
+    def weighted(self) -> Float[Tensor, "heads tokens"]:
+        """P + w_rej (1 - P) of each head."""
+        return self.accepted + self.reject_weight[:, None] * self.rejected
 
     def at(self, part: slice) -> "Targets":
         """Targets of some tokens, with the denominator of all."""
@@ -58,9 +56,9 @@ class Targets(NamedTuple):
 def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:
     """L of each head, as a softplus(f) - b f, since softplus(-f) = softplus(f) - f."""
     logit = logit.float()
-    accept, total = targets.weighted()
+    total = targets.weighted()
     mass = targets.mass.clamp_min(torch.finfo(torch.float32).tiny)
-    return (total * F.softplus(logit) - accept * logit).sum(-1) / mass
+    return (total * F.softplus(logit) - targets.accepted * logit).sum(-1) / mass
 
 
 def chunks_of(hidden: Float[Tensor, "tokens hidden"], *, num_heads: int) -> list[slice]:

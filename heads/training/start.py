@@ -34,6 +34,8 @@ CURVATURE_TOKENS = 2**16
 MOST_TOKENS = 2**19
 TOKENS_PER_COLUMN = 128
 """Linear heads are fitted to the first tokens of the training set, up to the larger of both limits."""
+STORED_BYTES = 2**28
+"""Columns of at most this size are stored for all passes of a fit; larger ones are read and standardised in each."""
 _CHUNK = 4096
 """Tokens whose columns are in memory in float64."""
 _CONSTANT = 1e-10
@@ -127,10 +129,15 @@ class Start:
     @torch.no_grad()
     def solve(self, *, shows: bool) -> list[tuple[HeadStack, LinearFit]]:
         """The optimum of every linear head for every ridge; `shows`: with a progress bar."""
-        fits = [(stack, LinearFit(*self._curvature(stack))) for stack in self.stacks if stack.is_solved]
-        num_columns = max((fit.weights.shape[-1] for _, fit in fits), default=0)
-        loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * num_columns))
-        num_heads = sum(len(stack.specs) for stack, _ in fits)
+        stacks = [stack for stack in self.stacks if stack.is_solved]
+        curvatures = self._curvatures(stacks)
+        fits = [(stack, LinearFit(stack.linear_weights(), curvatures.get(stack))) for stack in stacks]
+        widths = [fit.weights.shape[-1] for _, fit in fits]
+        loader = self._data.first_tokens(max(MOST_TOKENS, TOKENS_PER_COLUMN * max(widths, default=0)))
+        stored = []
+        if 8 * loader.num_tokens * sum(widths) <= STORED_BYTES:
+            stored = [list(map(list, parts)) for parts in self._parts(stacks, loader)]
+        num_heads = sum(len(stack.specs) for stack in stacks)
         with Bar(
             total=MAX_PASSES,
             desc=f"optimum of {num_heads} linear heads",
@@ -139,15 +146,15 @@ class Start:
             leave=False,
         ) as bar:
             for _ in range(MAX_PASSES):
-                open_fits = [(stack, fit) for stack, fit in fits if not fit.is_done]
+                open_fits = [fit for _, fit in fits if not fit.is_done]
                 if not open_fits:
                     break
-                for batch in self._batches(loader):
+                for parts in stored or self._parts(stacks, loader):
                     bar.update(0)
-                    for stack, fit in open_fits:
-                        for columns, targets in self._chunks(stack, batch):
+                    for (_, fit), chunks in zip(fits, parts, strict=True):
+                        for columns, targets in () if fit.is_done else chunks:
                             fit.observe(columns, targets)
-                for _, fit in open_fits:
+                for fit in open_fits:
                     fit.advance(self._reduce)
                 bar.update()
             bar.total = bar.n  # most fits end long before the last pass
@@ -171,16 +178,22 @@ class Start:
             best = kl.view(-1, len(RIDGES)).argmin(-1)
             stack.set_linear_weights(fit.weights[torch.arange(len(best)), best])
 
-    def _curvature(self, stack: HeadStack) -> tuple[Float[Tensor, "heads column"], Tensor | None]:
-        """w_0 of a fit, and the curvature there unless the matrix would be too large."""
-        start = stack.linear_weights()
-        if start.shape[-1] > MAX_CURVATURE_COLUMNS:
-            return start, None
-        curvature = Curvature(start)
-        for batch in self._batches(self._data.first_tokens(CURVATURE_TOKENS)):
-            for columns, targets in self._chunks(stack, batch):
-                curvature.observe(columns, targets)
-        return start, curvature.compute(self._reduce)
+    def _curvatures(self, stacks: Sequence[HeadStack]) -> dict[HeadStack, Float[Tensor, "heads column column"]]:
+        """The curvature at the first weights of each stack of linear heads whose matrix is small enough."""
+        starts = {stack: stack.linear_weights() for stack in stacks}
+        sums = {stack: Curvature(at) for stack, at in starts.items() if at.shape[-1] <= MAX_CURVATURE_COLUMNS}
+        for parts in self._parts([*sums], self._data.first_tokens(CURVATURE_TOKENS)) if sums else ():
+            for curvature, chunks in zip(sums.values(), parts, strict=True):
+                for columns, targets in chunks:
+                    curvature.observe(columns, targets)
+        return {stack: curvature.compute(self._reduce) for stack, curvature in sums.items()}
+
+    def _parts(
+        self, stacks: Sequence[HeadStack], loader: BatchLoader
+    ) -> Iterator[list[Iterator[tuple[Float[Tensor, "tokens column"], Targets]]]]:
+        """The chunks of each stack, batch after batch."""
+        for batch in self._batches(loader):
+            yield [self._chunks(stack, batch) for stack in stacks]
 
     def _chunks(self, stack: HeadStack, batch: Batch) -> Iterator[tuple[Float[Tensor, "tokens column"], Targets]]:
         """Columns and targets of some tokens of a batch at a time."""

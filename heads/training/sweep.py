@@ -167,9 +167,8 @@ class Sweep(pl.LightningModule):
 
     def targets(self, stack: HeadStack, batch: Batch) -> Targets:
         """The targets of the tokens that a stack scores."""
-        accept_weights = torch.full_like(stack.reject_weights, self.config.accept_weight)
         label = of_timing(batch, stack.shape.timing).acceptance_prob
-        return Targets.of(label, accept_weights, stack.reject_weights)
+        return Targets.of(label, stack.reject_weights)
 
     def on_validation_epoch_start(self) -> None:
         self._validation = Sums(len(self.specs), self.device)
@@ -293,7 +292,6 @@ class Sweep(pl.LightningModule):
                 if spec.dropout:
                     shared["training"] = {**shared["training"], "dropout": spec.dropout}
                 provenance = Provenance(
-                    accept_weight=self.config.accept_weight,
                     reject_weight=spec.reject_weight,
                     calibration_temperature=next(temperatures),
                     **shared,
@@ -315,7 +313,7 @@ class Sweep(pl.LightningModule):
         return torch.cat([self._shift_of(stack) for stack in self.by_shape])
 
     def _shift_of(self, stack: HeadStack) -> Tensor:
-        return (stack.reject_weights / self.config.accept_weight).log().double()
+        return stack.reject_weights.log().double()
 
     @torch.no_grad()
     def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:

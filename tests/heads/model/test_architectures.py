@@ -51,7 +51,7 @@ def test_a_stack_of_it_has_the_loss_and_gradients_of_autograd_and_exports_itself
     made.standardise(Scaling(torch.ones(8), torch.full((8,), 9.0)), scaling)
     assert not made.hidden_scaling.mean.any(), "its blocks say nothing of how to fold a scaling into them"
     hidden, scalars, prob = torch.randn(50, 8), torch.randn(50, 3), torch.rand(50)
-    targets = Targets.of(prob, torch.ones(2), torch.tensor([1.0, 6.0]))
+    targets = Targets.of(prob, torch.tensor([1.0, 6.0]))
     losses = made.loss(hidden, scalars, targets=targets), weighted_bce(made(hidden, scalars), targets)
     grads = [torch.autograd.grad(loss.sum(), [*made.parameters()]) for loss in losses]
     torch.testing.assert_close([losses[0], *grads[0]], [losses[1], *grads[1]])

@@ -18,7 +18,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def targets_of(prob: torch.Tensor) -> Targets:
-    return Targets.of(prob, torch.ones(2), torch.tensor(REJECT_WEIGHTS))
+    return Targets.of(prob, torch.tensor(REJECT_WEIGHTS))
 
 
 def parts(columns: torch.Tensor, prob: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, Targets]]:

@@ -82,6 +82,24 @@ def test_a_sweep_of_linear_heads_alone_is_solved_too(data_dir: Path, tmp_path: P
     assert max(after) < 0.002
 
 
+def test_a_fit_is_the_same_whether_columns_are_stored_or_read_in_every_pass(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = {"depths": (0,), "embeddings": (False,), "timings": ("fed", "drawn"), "scalars": (True,)}
+    weights = []
+    num_reads = []
+    read = start_module.Start._parts
+    for number, size in enumerate((start_module.STORED_BYTES, 0)):
+        loaders: list[object] = []
+        monkeypatch.setattr(start_module, "STORED_BYTES", size)
+        monkeypatch.setattr(start_module.Start, "_parts", lambda *of: loaders.append(of[-1]) or read(*of))  # noqa: B023
+        solved = swept(make_config(data_dir, tmp_path / str(number), **settings, trainer={"max_epochs": 1}))
+        weights.append([stack.linear_weights() for stack in solved.by_shape])
+        num_reads.append(len(loaders))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    assert num_reads[0] == 2 < num_reads[1], "once for the curvature and once for all passes, or in every pass"
+
+
 def test_specdec_s_own_heads_keep_the_paper_s_recipe(data_dir: Path, tmp_path: Path):
     own = swept(make_config(data_dir, tmp_path, timings=("fed",), scalars=(False, True), trainer={"max_epochs": 1}))
     papers = [stack for stack in own.by_shape if stack.shape.is_specdec]

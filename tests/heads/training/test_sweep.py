@@ -44,12 +44,12 @@ def grads_of(loss: torch.Tensor, stack: HeadStack) -> tuple[torch.Tensor, ...]:
 
 def test_loss_is_the_formula_of_law_4_7():
     logit, prob = torch.randn(3, 7), torch.rand(7)
-    accept, reject = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 3.0, 12.0])
-    targets = Targets.of(prob, accept, reject)
+    reject = torch.tensor([1.0, 3.0, 12.0])
+    targets = Targets.of(prob, reject)
     for head in range(3):
-        a, r, yes = accept[head], reject[head], logit[head].sigmoid()
-        numerator = (a * prob * -yes.log() + r * (1 - prob) * -(1 - yes).log()).sum()
-        expected = numerator / (a * prob + r * (1 - prob)).sum()
+        r, yes = reject[head], logit[head].sigmoid()
+        numerator = (prob * -yes.log() + r * (1 - prob) * -(1 - yes).log()).sum()
+        expected = numerator / (prob + r * (1 - prob)).sum()
         assert float(weighted_bce(logit, targets)[head]) == pytest.approx(float(expected), rel=1e-5)
     doubled = targets._replace(mass=2 * targets.mass)
     torch.testing.assert_close(weighted_bce(logit, doubled), weighted_bce(logit, targets) / 2)
@@ -57,11 +57,11 @@ def test_loss_is_the_formula_of_law_4_7():
 
 def test_population_optimum_is_logit_minus_log_of_the_weights():
     """With a reject weight of 6, a head whose true probability is 0.8 says 0.4."""
-    accept, reject = torch.tensor([1.0, 1.0, 2.0]), torch.tensor([1.0, 6.0, 12.0])
+    reject = torch.tensor([1.0, 6.0, 12.0])
     for prob in (0.05, 0.5, 0.8, 0.99):
         logit = torch.zeros(3, 1, requires_grad=True)
         optimizer = torch.optim.LBFGS([logit], max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-10)
-        targets = Targets.of(torch.tensor([prob]), accept, reject)
+        targets = Targets.of(torch.tensor([prob]), reject)
 
         def closure(logit=logit, optimizer=optimizer, targets=targets) -> torch.Tensor:
             optimizer.zero_grad()
@@ -70,11 +70,8 @@ def test_population_optimum_is_logit_minus_log_of_the_weights():
             return loss
 
         optimizer.step(closure)
-        expected = math.log(prob / (1 - prob)) - (reject / accept).log()
+        expected = math.log(prob / (1 - prob)) - reject.log()
         torch.testing.assert_close(logit.detach()[:, 0], expected, atol=2e-3, rtol=0)
-
-
-TARGETS = torch.tensor([1.0, 2.0, 1.0]), torch.tensor(WEIGHTS)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -87,7 +84,7 @@ def test_stacked_logits_are_those_of_the_heads_alone_and_the_loss_by_chunks_is_t
     inputs, prob = tokens(stack)
     for index, logit in enumerate(stack(*inputs)):
         torch.testing.assert_close(stack.head(index)(*inputs), logit, rtol=1e-5, atol=1e-5)
-    targets, scale = Targets.of(prob, *TARGETS), torch.tensor([1.0, 0.5, 2.0])
+    targets, scale = Targets.of(prob, torch.tensor(WEIGHTS)), torch.tensor([1.0, 0.5, 2.0])
     for step, least_chunk in ((None, 32), ((1, 2), 256)):
         monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
         monkeypatch.setattr(loss_module, "LEAST_CHUNK", least_chunk)
@@ -124,12 +121,12 @@ def test_training_jointly_gives_the_weights_of_training_each_alone(depth: int, s
     for start in range(0, 400, 8):
         part = slice(start, start + 8)
         batch = [None if values is None else values[part] for values in inputs]
-        targets = Targets.of(prob[part], torch.ones(3), torch.tensor(WEIGHTS))
+        targets = Targets.of(prob[part], torch.tensor(WEIGHTS))
         joint.zero_grad()
         stack.loss(*batch, targets=targets).sum().backward()
         joint.step()
         for head, optimizer, weight in zip(alone, single, WEIGHTS, strict=True):
-            of_head = Targets.of(prob[part], torch.ones(1), torch.tensor([weight]))
+            of_head = Targets.of(prob[part], torch.tensor([weight]))
             optimizer.zero_grad()
             weighted_bce(head(*batch)[None], of_head).sum().backward()
             optimizer.step()
