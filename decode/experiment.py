@@ -98,9 +98,9 @@ class Experiment:
         return Experiment(replace(self._config, pair=pair, decode=decode))
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Models, by their weights or commit wherever they are, and sampling that a verdict is about."""
-        models: dict[str, Any] = {}
+        models: dict[str, object] = {}
         for level in BETWEEN[1]:
             described = self.described(level)
             known = {key: described[key] for key in ("weights", "commit", "quantization") if described.get(key)}
@@ -333,7 +333,7 @@ class Experiment:
             return self.head_paths
         return heads_for(self.head_paths, self.sampling.as_dict())
 
-    def _compared(self, level: Level) -> Mapping[str, Any]:
+    def _compared(self, level: Level) -> Mapping[str, object]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}
 
 

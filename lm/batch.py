@@ -6,8 +6,11 @@ attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from lm.cache import RowFeed, make_cache
 from lm.forwards import body_and_lm_head, device_of
@@ -24,13 +27,14 @@ _MAX_EXTRA = 4
 class BatchRow(ModelledText):
     """One row of a batch."""
 
+    hidden: Float[Tensor, "rows hidden"]
+
     def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
         """`like`: a model of one sequence, with the same model and settings."""
         super().__init__(like.model, vocab_size=like.vocab_size)
         self.with_hidden = like.with_hidden
         self.device = batch.device
         self.row = row
-        self._batch = batch
         self.reset()
 
     def reset(self, num_tokens: int = 0) -> None:
@@ -93,18 +97,18 @@ class BatchModel:
         feed = RowFeed(numbers.flatten(), are_first, positions, end, num_padded, len(self.rows))
         for layer in self._cache.layers:
             layer.feed = feed  # type: ignore[union-attr]  # a `BufferLayer`
-        inputs = {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
-        # padding may lie beyond the last position
-        inputs["position_ids"] = positions.minimum(starts + lengths - 1)
-        inputs["attention_mask"] = additive(visible(positions, end), self.model.dtype)[:, None]
-        if (parts := body_and_lm_head(self.model)) is not None:
-            states = parts[0](**inputs).last_hidden_state
-            hidden = states.flatten(0, 1)[indices.to(states.device)]
-            logits = parts[1](hidden)
-        else:
-            output = self.model(output_hidden_states=True, **inputs)
-            both = output.hidden_states[-1], output.logits
-            hidden, logits = (values.flatten(0, 1)[indices.to(values.device)] for values in both)
+        parts = body_and_lm_head(self.model)
+        forward = partial(self.model, output_hidden_states=True) if parts is None else parts[0]
+        output = forward(
+            input_ids=ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            position_ids=positions.minimum(starts + lengths - 1),  # padding may lie beyond the last position
+            attention_mask=additive(visible(positions, end), self.model.dtype)[:, None],
+        )
+        states = output.hidden_states[-1] if parts is None else output.last_hidden_state
+        hidden = states.flatten(0, 1)[indices.to(states.device)]
+        logits = output.logits.flatten(0, 1)[indices.to(output.logits.device)] if parts is None else parts[1](hidden)
         for row, row_states in zip(rows, hidden.split(list(num_logits)), strict=True):
             row.hidden = row_states
         return logits[:, : self.vocab_size]

@@ -7,7 +7,7 @@ convolutional layers, which cannot forget a token, return to a copy of an earlie
 
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
@@ -198,8 +198,9 @@ class Snapshots:
     """
 
     def __init__(self, cache: DynamicCache) -> None:
-        self._layers: list[Any] = [layer for layer in cache.layers if not isinstance(layer, BufferLayer)]
-        self._copies: list[tuple[int, list[dict[str, Any]]]] = []  # (length, state of each layer), the shortest first
+        self._layers = [layer for layer in cache.layers if not isinstance(layer, BufferLayer)]
+        # (length, state of each layer), the shortest first
+        self._copies: list[tuple[int, list[dict[str, object]]]] = []
 
     def take(self, length: int) -> None:
         """Copy the state of the cache, which holds `length` tokens."""
@@ -224,7 +225,7 @@ class Snapshots:
         return None
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
+def _state_of(layer: object) -> dict[str, object]:
     """A copy of the layer's attributes; for keys and values that only grow, a slice of their current length."""
     growing = ("keys", "values") if isinstance(layer, DynamicLayer) and not layer.is_sliding else ()
     state = {}

@@ -31,8 +31,9 @@ _MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
 
 BodyAndHead = tuple[Callable[..., Any], Callable[[Tensor], Tensor]]
 """From ids, positions and a cache to an output with `last_hidden_state`, after the final norm; and to logits."""
-# for each model, its body and LM head when they were tested, and the result
-_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[Any, BodyAndHead | None]] = WeakKeyDictionary()
+Tested = tuple[tuple[nn.Module, nn.Module], BodyAndHead | None]
+"""Body and LM head of a model when they were tested, and the result."""
+_TESTED: WeakKeyDictionary[PreTrainedModel, Tested] = WeakKeyDictionary()
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
@@ -88,7 +89,7 @@ def lm_head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def body_of(model: PreTrainedModel) -> Any:
+def body_of(model: PreTrainedModel) -> nn.Module:
     """The layers below the LM head, which map token ids to final hidden states; ValueError if the model has none."""
     if model.base_model is not model:
         return model.base_model
@@ -109,7 +110,7 @@ def recorded(modules: Sequence[nn.Module], *, inputs: bool = False) -> Iterator[
     values: dict[int, Tensor] = {}
     thread = get_ident()
 
-    def record(index: int, _: nn.Module, given: Any, output: Any) -> None:
+    def record(index: int, _: nn.Module, given: tuple[Tensor, ...], output: Any) -> None:
         if get_ident() == thread:  # another thread may run the same model
             value = given if inputs else getattr(output, "last_hidden_state", output)
             values[index] = (value[0] if isinstance(value, tuple) else value)[0]
@@ -139,7 +140,7 @@ def num_logits_of(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def eos_ids_of(config: Any) -> frozenset[int]:
+def eos_ids_of(config: object) -> frozenset[int]:
     """The end-of-sequence ids of a config or a tokenizer: several (a list, a tuple, a tensor), one, or none."""
     ids = getattr(config, "eos_token_id", None)
     return frozenset(() if ids is None else torch.as_tensor(ids).flatten().tolist())

@@ -313,7 +313,7 @@ class CachedModel(ModelledText):
         self.hidden = None if hidden is None else hidden.to(logits.device)
         return logits, None
 
-    def accepted(self, **settings: Any) -> dict[str, Any]:
+    def accepted(self, **settings: object) -> dict[str, object]:
         """The settings whose names are parameters of the model's forward."""
         return {name: value for name, value in settings.items() if name in self._parameters}
 

@@ -6,18 +6,18 @@ target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that 
 emitted.
 """
 
-import gc
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils.memory import clear_device_cache
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -32,7 +32,7 @@ from lm.forwards import eos_ids_of
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
-_BITSANDBYTES: dict[str, dict[str, Any]] = {
+_BITSANDBYTES: dict[str, dict[str, str | bool]] = {
     "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"},
     "8bit": {"load_in_8bit": True},
 }
@@ -141,8 +141,14 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
     settings = _settings_of(source, device=device)
     refuse_no_model(source.path)
     with _reading(source, "config.json or weights"):
-        settings |= repository_of(source) | {"use_safetensors": True, "output_loading_info": True}
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **settings)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source.path,
+            dtype=source.dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **repository_of(source),
+            **settings,
+        )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would leave them random
         raise ValueError(
@@ -181,7 +187,7 @@ def load_generation_config(source: ModelSource) -> GenerationConfig | None:
         return None  # the hub has none, or cannot be reached
 
 
-def repository_of(source: ModelSource) -> dict[str, Any]:
+def repository_of(source: ModelSource) -> dict[str, str | bool]:
     """Arguments of every `from_pretrained`: the revision, and whether the repository's code may run."""
     revision = source.revision or "main"
     if source.trust_remote_code and not (Path(source.path).is_dir() or re.fullmatch("[0-9a-f]{40}", revision)):
@@ -198,9 +204,9 @@ def _warn_of_moving_code(path: str, revision: str) -> None:
     )
 
 
-def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, Any]:
+def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[str, object]:
     attention = source.attn_implementation
-    settings: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    settings: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     if source.tp_plan is not None:
         return settings | {"distributed_config": slicing_of(source, model_config(source))}
     device_map = source.device_map if device is None else str(device)
@@ -233,11 +239,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
-def free_memory() -> None:
-    """Free the memory of models that are out of use: they have reference cycles, and CUDA's allocator keeps memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+free_memory = partial(clear_device_cache, garbage_collection=True)
+"""Free the memory of models that are out of use: they have reference cycles, and allocators keep memory."""
 
 
 def without_weights(source: ModelSource) -> PreTrainedModel:

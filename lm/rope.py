@@ -13,8 +13,8 @@ is the model's context, has its own set of frequencies, so no text may exceed th
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -63,8 +63,8 @@ def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, su
 
 def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
     """(bound, rope type) of each set of RoPE parameters that has a bound: the model's, or those of its layer types."""
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested: Iterable[Any] = [value for value in rope.values() if isinstance(value, Mapping)]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
     for parameters in nested or [rope]:
         rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
         name = "original_max_position_embeddings"

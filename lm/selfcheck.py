@@ -70,6 +70,7 @@ _MIN_INDEXER_HEADS = 16
 _PASSED: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 Refusal = Callable[[str], ValueError]
 Cached = Any  # a `CachedModel`, whose module imports this one
+BatchClass = Callable[[Cached, int], Cached]  # `BatchModel`
 Rows = Float[Tensor, "row width"]
 Feeds = Iterable[tuple[Rows, Rows]]  # (rows of a feed, rows of plain forwards) of each feed
 Plan = Callable[[int], Feeds]  # the feeds of a text, by its seed, 0 or 1
@@ -112,7 +113,7 @@ def check_tree(cached: Cached) -> None:
     _check_full_attention(cached, "nodes of a tree", partial(_tree_feeds, cached), refusal)
 
 
-def check_batch(cached: Cached, batch_class: Callable[[Cached, int], Any]) -> None:
+def check_batch(cached: Cached, batch_class: BatchClass) -> None:
     """Raise ValueError unless the rows of a `BatchModel` have the logits that each has alone, in `cached`."""
     remedy = "only full attention rolls back sequence by sequence: decode one prompt at a time"
     refusal = refusal_of(cached.model, "be decoded in batches", remedy)
@@ -210,7 +211,7 @@ def _tree_feeds(cached: Cached, seed: int) -> Feeds:
         yield logits, cached.feed([*text, *tree.tokens_of(nodes)])
 
 
-def _batch_feeds(cached: Cached, batch_class: Callable[[Cached, int], Any], seed: int) -> Feeds:
+def _batch_feeds(cached: Cached, batch_class: BatchClass, seed: int) -> Feeds:
     """(logits of a row of a batch, those of its text alone), for every row of every feed."""
     batch = batch_class(cached, 2)
     for plan in _BATCH:
@@ -295,7 +296,7 @@ def _has_states(cached: Cached) -> bool:
     return any(hasattr(layer, "has_previous_state") for layer in cached.cache.layers)
 
 
-def is_written(layer: Any) -> bool:
+def is_written(layer: object) -> bool:
     """True if a forward has left anything in this layer of a cache."""
     states = getattr(layer, "has_previous_state", {})
     # by its name: the transformers that vLLM runs with has no such class

@@ -16,10 +16,10 @@ once when rows join or leave. After `_PROBE_EVERY` rounds without a second step,
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
+from decode.policies.base import Number
 from decode.policies.batch import BatchCosts, Controller, Curve
 
 _MEMORY = 0.95
@@ -114,12 +114,12 @@ class MeasuredController(Controller):
         self._num_steps = self._num_steps + 1
         self._at_s = now_s
 
-    def continuing(self, expected_tokens: Any, num_tokens: int) -> Any:
+    def continuing(self, expected_tokens: Number, num_tokens: int) -> Number:
         if self._costs is None or (self._idle >= _PROBE_EVERY and self._num_steps < 2):
             return np.ones(len(expected_tokens), dtype=bool)
         return super().continuing(expected_tokens, num_tokens)
 
-    def step_cost_s(self, numbers: Any, num_tokens: int) -> Any:  # type: ignore[override]
+    def step_cost_s(self, numbers: Number, num_tokens: int) -> Number:  # type: ignore[override]
         assert self._costs is not None
         step_s = 0.0 if self.is_paid or self._num_steps == 0 else self._costs.draft(self._num_rows)
         return self._costs.target(num_tokens + numbers) - self._costs.target(num_tokens) + step_s

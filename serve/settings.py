@@ -16,7 +16,6 @@ Policies have the syntax of `decode.policies.registry`; requests with `auto` sha
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any
 
 from decode.policies.base import AfterDraw, Policy, PolicyRun
 from decode.policies.batch import batched
@@ -76,8 +75,8 @@ class Policies:
         settings: Settings,
         *,
         hidden_size: int,
-        draft: Callable[[], Mapping[str, Any]],
-        target: Callable[[], Mapping[str, Any]],
+        draft: Callable[[], Mapping[str, object]],
+        target: Callable[[], Mapping[str, object]],
         warn: Callable[[str], None],
     ) -> None:
         """Args:

@@ -9,7 +9,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import Drafter, ModelDrafter
 from decode.loop.models import ModelClass, draft_of, target_of
 from decode.policies.base import Policy
-from lm import CachedModel, FeatureDraft, FeatureModel, Pair
+from lm import CachedModel, FeatureDraft, FeatureModel, Pair, Sampling
 
 
 class PairModels:
@@ -68,8 +68,11 @@ class PairModels:
         draft = self.draft_for(policy)
         return TreeDrafter(draft, policy, shape, read_every=read_every) if shape else ModelDrafter(draft, policy)
 
-    def decoder(self, drafter: Drafter, **settings: Any) -> SpeculativeDecoder:
-        """The loop of the pair's target with a drafter on these models; `settings` are of `SpeculativeDecoder`, and
-        `eos_ids` those of the pair unless they say otherwise.
-        """
-        return SpeculativeDecoder(self.target, drafter, **{"eos_ids": self.pair.eos_ids} | settings)
+    def decoder(
+        self, drafter: Drafter, *, sampling: Sampling, max_draft_length: int = 20, eos_ids: frozenset[int] | None = None
+    ) -> SpeculativeDecoder:
+        """The loop of the pair's target with a drafter on these models; `eos_ids` None: those of the pair."""
+        eos_ids = self.pair.eos_ids if eos_ids is None else eos_ids
+        return SpeculativeDecoder(
+            self.target, drafter, sampling=sampling, max_draft_length=max_draft_length, eos_ids=eos_ids
+        )

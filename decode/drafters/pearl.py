@@ -17,7 +17,6 @@ drafted (EOS, length limit, the draft's context) a step is plain verification, w
 
 from concurrent.futures import ThreadPoolExecutor, wait
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +25,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round, counts_of
 from decode.policies.plain import FixedLength
-from lm import CachedModel, Sampler, next_dist, num_accepted
+from lm import CachedModel, Sampler, Sampling, next_dist, num_accepted
 
 
 class PearlDecoder(SpeculativeDecoder):
@@ -42,8 +41,9 @@ class PearlDecoder(SpeculativeDecoder):
         *,
         gamma: int,
         is_parallel: bool = False,
+        sampling: Sampling | None = None,
+        eos_ids: frozenset[int] | None = None,
         vocab_size: int | None = None,
-        **settings: Any,
     ) -> None:
         """Args, beside those of `SpeculativeDecoder`:
             gamma: tokens that the draft adds in a step; about t_target / t_draft keeps both models busy.
@@ -55,7 +55,9 @@ class PearlDecoder(SpeculativeDecoder):
         if gamma < 1:
             raise ValueError(f"gamma is {gamma}; PEARL drafts at least 1 token a step")
         drafter = ModelDrafter(draft, FixedLength(gamma), vocab_size=vocab_size)
-        super().__init__(target, drafter, max_draft_length=gamma, vocab_size=vocab_size, **settings)
+        super().__init__(
+            target, drafter, sampling=sampling, max_draft_length=gamma, eos_ids=eos_ids, vocab_size=vocab_size
+        )
         if is_parallel and self.target.device == drafter.model.device:
             raise ValueError(
                 f"target and draft are both on {self.target.device}, but running PEARL in parallel needs two devices; "

@@ -114,14 +114,11 @@ class Growth:
 
     def expand(self) -> Tree | None:
         """Select the nodes that get children; returns the tree of all nodes that are fed, None if none is expanded."""
-        self.expanded = sorted(self._best(self.open, self._shape.num_expanded))
+        # nothing is drafted after an EOS
+        candidates = [node for node in self.levels[-1] if self.tokens[node] not in self._eos_ids]
+        self.expanded = sorted(self._best(candidates, self._shape.num_expanded))
         self._fed += self.expanded
         return self._tree_of(self._fed) if self.expanded else None
-
-    @property
-    def open(self) -> list[int]:
-        """Candidates of the deepest level that may be followed by other tokens."""
-        return [node for node in self.levels[-1] if self.tokens[node] not in self._eos_ids]
 
     def best_path(self) -> list[int]:
         """Candidates from the first level to the best one of the deepest level."""

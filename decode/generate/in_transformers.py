@@ -55,7 +55,7 @@ from lm.selfcheck import is_written
 
 # transformers' settings of assisted generation (`decode.policies.engines.Assisted`). `generate` fills in these
 # defaults, so only other values show that the caller set them.
-_ASSISTED: dict[str, Any] = {
+_ASSISTED: dict[str, int | float | str] = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
@@ -71,7 +71,7 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 # processors that are not functions of the tokens
 _IMPURE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # cached, since reading a model's files takes longer than a short generation
-_DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, dict[str, Any]] = WeakKeyDictionary()
+_DESCRIPTIONS: WeakKeyDictionary[PreTrainedModel | FeatureDraft, Mapping[str, object]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def speculative_generate(
     draft = _loaded(draft_model, model)
     if (config := generation_config) is None:
         raise ValueError(f"speculative_generate is not called alone; call {_CALL}")
-    _check(_refusals(model, input_ids, config, logits_processor or [], model_kwargs))
+    for reason in _refusals(model, input_ids, config, logits_processor or [], model_kwargs):
+        raise ValueError(f"speculative_generate does not support {reason}")
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft, model, config)
@@ -237,12 +238,6 @@ def _rounds(
                     yield round_.truncated(index + 1)
                     return
             yield round_
-
-
-def _check(refusals: Iterator[str]) -> None:
-    """Raise ValueError with the first reason, if there is one; those after it are not looked for."""
-    for reason in refusals:
-        raise ValueError(f"speculative_generate does not support {reason}")
 
 
 def _refusals(

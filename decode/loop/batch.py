@@ -18,12 +18,16 @@ from decode.loop.drafter import ModelDrafter
 from decode.loop.rounds import Generation, Round, settle_round
 from decode.loop.session import Session, room_of
 from decode.loop.step import DraftSteps
+from decode.policies.base import Policy
 from decode.policies.batch import BatchAuto, BatchController, batched
 from lm import CachedModel, Sampler
-from lm.batch import BatchRow, batch_of
+from lm.batch import batch_of
 from lm.draws import draw_rows, refuse_no_token
 from lm.signals import Normalised
 from lm.verification import verify_rows
+
+Row = Any
+"""A row of a `BatchModel`."""
 
 
 class BatchRound(NamedTuple):
@@ -48,14 +52,10 @@ class _Sequence:
     number: int | None = None
     """Index of the prompt; None: the row is free."""
 
-    def __init__(self, drafter: ModelDrafter, target: CachedModel | BatchRow) -> None:
-        self.drafter = drafter
+    def __init__(self, draft: Row, target: Row, policy: Policy) -> None:
+        self.draft = draft
         self.target = target
-
-    @property
-    def num_planned(self) -> int:
-        """Tokens that the round's verification will be fed so far."""
-        return len(self.drafter.proposal.tokens) + 1
+        self.drafter = ModelDrafter(draft, policy)
 
 
 class Batch:
@@ -82,7 +82,7 @@ class Batch:
         self._draft = batch_of(drafter.model, num_rows, num_tokens)
         self._policy = policy = batched(drafter.policy, num_rows)
         rows = zip(self._draft.rows, self._target.rows, strict=True)
-        self._sequences = [_Sequence(ModelDrafter(below, policy), row) for below, row in rows]
+        self._sequences = [_Sequence(draft, target, policy) for draft, target in rows]
         self._sampling = session.sampling
         self._eos_ids = session.eos_ids
         self._max_draft_length = max_draft_length
@@ -123,11 +123,11 @@ class Batch:
         started_s = perf_counter()
         steps = self._drafted(busy)
         drafted_s = perf_counter()
-        rows: list[Any] = [seq.target for seq in busy]  # of one batch
-        fed = [seq.committed[len(seq.target) :] + seq.drafter.proposal.tokens for seq in busy]
-        nums = [seq.num_planned for seq in busy]
-        p = self._dists(busy, self._target.feed(rows, fed, nums), nums).split(nums)
         drafted = [seq.drafter.proposal.tokens for seq in busy]
+        fed = [seq.committed[len(seq.target) :] + tokens for seq, tokens in zip(busy, drafted, strict=True)]
+        nums = [len(tokens) + 1 for tokens in drafted]
+        logits = self._target.feed([seq.target for seq in busy], fed, nums)
+        p = self._dists(busy, logits, nums).split(nums)
         q = [seq.drafter.proposal.dists for seq in busy]
         verdicts = verify_rows(drafted, q, p, [seq.session.draws for seq in busy])
         num_emitted = sum(len(self._settle(seq, *verdict).emitted) for seq, verdict in zip(busy, verdicts, strict=True))
@@ -148,8 +148,8 @@ class Batch:
 
     def _step(self, going: list[_Sequence], position: int) -> list[_Sequence]:
         """Draft one token of each of these sequences; returns those whose policies want another."""
-        rows: list[Any] = [sequence.drafter.model for sequence in going]
-        fed = [seq.drafter.proposal.tokens[-1:] or seq.committed[len(seq.drafter.model) :] for seq in going]
+        rows = [sequence.draft for sequence in going]
+        fed = [seq.drafter.proposal.tokens[-1:] or seq.committed[len(seq.draft) :] for seq in going]
         nums = [1] * len(rows)
         logits = self._draft.feed(rows, fed, nums)
         q = self._dists(going, logits, nums)
@@ -172,7 +172,8 @@ class Batch:
         """Sequences that the batch's rule lets continue, among those whose policies want to."""
         if self._controller is None or not going:
             return going
-        self._controller.stop_losing([seq.drafter.run for seq in going], sum(seq.num_planned for seq in busy))
+        num_tokens = sum(len(seq.drafter.proposal.tokens) + 1 for seq in busy)
+        self._controller.stop_losing([seq.drafter.run for seq in going], num_tokens)
         return [sequence for sequence in going if sequence.drafter.run.is_going]
 
     def _dists(

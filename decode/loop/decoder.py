@@ -62,10 +62,15 @@ class SpeculativeDecoder:
         return Generation.of(self.stream(prompt_ids, max_new_tokens, generator=generator))
 
     def generate_batch(
-        self, prompts: Iterable[Ids], max_new_tokens: SupportsIndex | Iterable[SupportsIndex], **settings: Any
+        self,
+        prompts: Iterable[Ids],
+        max_new_tokens: SupportsIndex | Iterable[SupportsIndex],
+        *,
+        batch_size: SupportsIndex = 16,
+        generator: torch.Generator | Sequence[Sampler] | None = None,
     ) -> list[Generation]:
         """One generation per prompt, as `generate` makes it; arguments and errors are those of `batch`."""
-        batch = self.batch(prompts, max_new_tokens, **settings)
+        batch = self.batch(prompts, max_new_tokens, batch_size=batch_size, generator=generator)
         for _ in batch:
             pass
         return batch.generations

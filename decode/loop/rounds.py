@@ -9,7 +9,6 @@ N_discarded, which follows from the other three, is what the target's cache drop
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
-from typing import Any
 
 from decode.loop.drafter import Drafter, Proposal
 from decode.policies.base import Number
@@ -105,7 +104,7 @@ class Round:
         counts = replace(self.counts, num_emitted=num_emitted, num_accepted=num_accepted)
         return replace(self, emitted=self.emitted[:num_emitted], num_accepted=num_accepted, counts=counts)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The record for JSON; times in seconds."""
         names = ["drafted", "num_accepted", "emitted", "next_kind", "stop_reason", "draft_s", "target_s"]
         if self.parents is not None:
@@ -130,7 +129,7 @@ class Generation:
         totals = {f.name: sum(getattr(round_.counts, f.name) for round_ in rounds) for f in fields(Counts)}
         return cls(token_ids, rounds, Counts(**totals))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Tokens, one record per round, and totals, for JSON."""
         rounds = [round_.as_dict() for round_ in self.rounds]
         return {"token_ids": self.token_ids, "rounds": rounds, "counts": asdict(self.counts)}

@@ -32,11 +32,11 @@ _NO_STATS = TokenStats(0.0, 0.0, -math.inf, 0.0, 0.0)
 
 
 class SignalReader:
-    """Reads the signals of one policy, step after step of a draft. Subclasses say where they are computed."""
+    """Reads the signals of one policy, step after step of a draft, on its device: the steps of one row."""
 
     num_before = 0
     """Tokens of the response before the round."""
-    on_host = True
+    on_host = False
     """Whether it reads tokens as numbers; otherwise as tensors on the device."""
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
@@ -64,6 +64,8 @@ class SignalReader:
                 )
             head.eval().to(model.output_device)
         self.names = computed(self.heads, self.requested)
+        self._policies = [policy]
+        self._steps = DraftSteps(model.embedding)
 
     def draw(
         self,
@@ -107,11 +109,22 @@ class SignalReader:
         row: int = -1,
         probs: Tensor | None = None,
     ) -> tuple[int, AfterDraw]:
-        raise NotImplementedError
+        [token_id], [drawn] = self._steps.read(
+            position,
+            Normalised(logits[None], None if probs is None else probs[None]),
+            states[row][None] if self.heads and states is not None else None,
+            token,
+            policies=self._policies,
+            nums_before=[self.num_before],
+            confidence=None if self.confidence_of is None else self.confidence_of.confidence(),
+        )
+        return refuse_no_token(token_id, logits), drawn
 
 
 class HostSignals(SignalReader):
     """Signals of a draft on the CPU, in numpy: torch's calls on single rows cost a fifth of a small model's step."""
+
+    on_host = True
 
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
@@ -168,44 +181,12 @@ class HostSignals(SignalReader):
         return [column.item() for column in columns.values()]
 
 
-class DeviceSignals(SignalReader):
-    """Signals of a draft on an accelerator: the steps of one row."""
-
-    on_host = False
-
-    def __init__(self, policy: Policy, model: DraftModel) -> None:
-        super().__init__(policy, model)
-        self._policies = [policy]
-        self._steps = DraftSteps(model.embedding)
-
-    def _read(
-        self,
-        position: int,
-        logits: Tensor,
-        token: Tensor,
-        states: Tensor | None,
-        *,
-        row: int = -1,
-        probs: Tensor | None = None,
-    ) -> tuple[int, AfterDraw]:
-        [token_id], [drawn] = self._steps.read(
-            position,
-            Normalised(logits[None], None if probs is None else probs[None]),
-            states[row][None] if self.heads and states is not None else None,
-            token,
-            policies=self._policies,
-            nums_before=[self.num_before],
-            confidence=None if self.confidence_of is None else self.confidence_of.confidence(),
-        )
-        return refuse_no_token(token_id, logits), drawn
-
-
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:
     """The reader for the device of the draft, or `made`, an earlier one of both, unless the draft was moved since."""
     if made is not None and made.devices == _devices_of(model):
         return made
     is_on_host = model.device.type == model.output_device.type == "cpu"
-    return (HostSignals if is_on_host else DeviceSignals)(policy, model)
+    return (HostSignals if is_on_host else SignalReader)(policy, model)
 
 
 def _devices_of(model: DraftModel) -> tuple[torch.device, torch.device]:

@@ -93,7 +93,7 @@ class Policy:
 
     signals: ClassVar[frozenset[str]] = frozenset()
     """Fields of `AfterDraw` that the policy reads; the loop computes no other."""
-    grid: ClassVar[Mapping[str, Sequence[Any]]] = MappingProxyType({})
+    grid: ClassVar[Mapping[str, Sequence[object]]] = MappingProxyType({})
     """Of a custom policy (module:Class): parameter -> values that an evaluation compares; empty: its defaults alone."""
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
@@ -169,7 +169,7 @@ class Policy:
         return state
 
 
-def timing_of(head: Any) -> str:
+def timing_of(head: Head) -> str:
     """When a head scores a token in a loop: fed, drawn (also a candidate head) or prefix."""
     return "drawn" if head.timing == "candidate" else head.timing
 
@@ -255,7 +255,7 @@ class PolicyRun:
         self.state = self.policy.end(self.state, outcome)
 
 
-def mapped(function: Callable[..., Any], *states: State) -> State:
+def mapped(function: Callable[..., Number], *states: State) -> State:
     """The function of each number of the states, as a state of the same type."""
     values = (
         mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True)

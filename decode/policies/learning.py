@@ -51,7 +51,7 @@ NOTHING = (0.0,) * 3, (0.0,) * 6
 """Feedback of no token: the gradient, sum of (p - a) x over tokens, and the curvature, sum of a (1 - a) x x'."""
 
 
-def learned_from(before: Any, feedback: Any) -> Any:
+def learned_from(before: Any, feedback: State) -> State:
     """The state after a round; unchanged if the policy takes no feedback."""
     if not feedback:
         return before

@@ -31,7 +31,7 @@ def read_verdict(directory: Path, heads: Mapping[str, str]) -> dict[str, Any] | 
     return verdict if is_newest and has_head and verdict["policy"] is not None else None
 
 
-def heads_for(heads: Mapping[str, str], sampling: Mapping[str, Any]) -> dict[str, str]:
+def heads_for(heads: Mapping[str, str], sampling: Mapping[str, object]) -> dict[str, str]:
     """The heads that were trained for this sampling, or whose sampling is unknown; only config.json is read."""
     fitting = {}
     for name, path in heads.items():
@@ -51,7 +51,7 @@ def one_head(path: str | Path) -> str | Path:
     return path if best is None else best[0]
 
 
-def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, Any], str] | None:
+def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, object], str] | None:
     """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one with
     the least calibrated KL, as a part of that of the draft's own signal at its timing. Returns its path, settings of
     its policy beside those that were tuned, and the reason. Candidate heads, which stop trees, are skipped. Only

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
@@ -35,6 +35,8 @@ from lm.folders import refuse_no_model
 from store.hub import NETWORK_ERRORS
 from store.json_files import read_json
 
+Keys = dict[str, Any]
+"""A config.json."""
 LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
@@ -112,7 +114,7 @@ def draft_refusal(path: str, subject: str, remedy: str) -> ValueError:
     return ValueError(f"the feature draft {path} cannot be used: {subject}; {remedy}")
 
 
-def _impossible(keys: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _impossible(keys: Keys) -> Iterator[tuple[str, object, str]]:
     """(name, value, remedy) of keys with impossible values."""
     for name, (minimum, maximum) in _LIMITS.items():
         value = keys.get(name)
@@ -132,7 +134,7 @@ def _impossible(keys: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield "hidden_act", activation, "transformers knows no such activation"
 
 
-def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
+def _of_text(keys: Keys) -> Keys:
     """The keys, with rotary embeddings as text needs them: mrope's three positions of a token of text are one."""
     keys = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
@@ -145,7 +147,7 @@ def _of_text(keys: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
+def _read(source: ModelSource) -> tuple[str | None, Keys]:
     """The layout of a directory or repository, and the keys of its config.json in one form for all producers."""
     config = _config_of(source)
     if source.path.endswith(MTP):
@@ -161,7 +163,7 @@ def _read(source: ModelSource) -> tuple[str | None, dict[str, Any]]:
     return layout, _of_text(keys)
 
 
-def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def _layout_of(config: Keys) -> tuple[str | None, Keys]:
     """(eagle3, glide, dspark, or the name of a kind that is not read; flat keys) of a draft's config.json. The name is
     None if the keys do not decide: an EAGLE-1 draft, or a language model.
     """
@@ -181,7 +183,7 @@ def _layout_of(config: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     return None, config
 
 
-def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _speculators(config: Keys) -> tuple[str, Keys]:
     kind = config["speculators_model_type"]
     layer = {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
     # what fails here is refused where the layer is made, with the error's text
@@ -198,7 +200,7 @@ def _speculators(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "dspark", of_blocks | keys | {"target_layer_ids": ids, "num_target_layers": None, "model_type": "qwen3"}
 
 
-def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, Any]]:
+def _nested(config: Keys, architectures: str) -> tuple[str, Keys]:
     """Keys of blocks of z-lab's and SpecForge's layout."""
     nested = config.get("dflash_config", {}) | config.get("dspark_config", {})
     by_keys = "dspark" if "markov_rank" in nested else "dflash"
@@ -211,7 +213,7 @@ def _nested(config: dict[str, Any], architectures: str) -> tuple[str, dict[str, 
     return "dspark" if is_dspark or projector == "dflash" else projector, keys
 
 
-def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
+def _eagle3(config: Keys) -> Keys:
     """Keys of SafeAILab's, SpecForge's and DeepSpec's layouts: hidden states counted with the embedding as 0."""
     nested = config.get("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
@@ -222,12 +224,12 @@ def _eagle3(config: dict[str, Any]) -> dict[str, Any]:
     return config | norms | {name: ids}
 
 
-def _shifted(ids: Any, by: int) -> Any:
+def _shifted(ids: object, by: int) -> object:
     """Layer ids in another way of counting; what is no list of numbers stays as it is."""
     return [layer_id + by for layer_id in ids] if is_ids(ids) else ids
 
 
-def is_ids(value: Any) -> bool:
+def is_ids(value: object) -> TypeGuard[list[int]]:
     """True for a list of whole numbers."""
     return isinstance(value, list) and all(type(number) is int for number in value)
 
@@ -264,7 +266,7 @@ def max_positions_of(source: ModelSource) -> int:
     return max_positions(_read(source)[1])
 
 
-def max_positions(keys: dict[str, Any]) -> int:
+def max_positions(keys: Keys) -> int:
     """Maximum text length with these keys; texts of an EAGLE-3 draft with sliding layers must fit their window."""
     length = keys.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
     if "eagle_aux_hidden_state_layer_ids" in keys and "sliding_attention" in (keys.get("layer_types") or ()):
@@ -272,7 +274,7 @@ def max_positions(keys: dict[str, Any]) -> int:
     return int(length)
 
 
-def _config_of(source: ModelSource) -> dict[str, Any]:
+def _config_of(source: ModelSource) -> Keys:
     path = source.path.removesuffix(MTP)
     try:
         file = cached_file(path, "config.json", revision=source.revision)

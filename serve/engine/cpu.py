@@ -5,11 +5,14 @@ expand_batch_to_tokens    its kernel writes into a copy, so sampled verification
 apply_top_k_only          takes the maximum k of zero rows if a step verifies no drafts, which crashes the engine
 """
 
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
+
+TopK = Callable[[Tensor, Tensor], Tensor]
+"""Logits, and k of each row, to logits."""
 
 
 def mend() -> None:
@@ -30,7 +33,7 @@ def repeated_per_token(
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _of_rows(apply: Any) -> Any:
+def _of_rows(apply: TopK) -> TopK:
     @wraps(apply)
     def applied(logits: Tensor, k: Tensor) -> Tensor:
         return apply(logits, k) if len(logits) else logits

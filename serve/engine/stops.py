@@ -54,8 +54,14 @@ class Stops:
         """Record a draft step: unscaled logits [rows, vocab], the hidden states [rows, hidden] that gave them, drafted
         tokens [rows], and the probabilities [rows, vocab] that these were sampled from (None: greedy).
         """
-        rows: dict[str, Any] = {"policies": self.lanes.policies, "nums_before": [row.num_before for row in self._rows]}
-        tokens, signals = self._steps.read(self._position, Normalised(logits), hidden, token, **rows)
+        tokens, signals = self._steps.read(
+            self._position,
+            Normalised(logits),
+            hidden,
+            token,
+            policies=self.lanes.policies,
+            nums_before=[row.num_before for row in self._rows],
+        )
         self._position += 1
         if probs is not None:
             self._probs.append(probs)
@@ -91,7 +97,7 @@ def policies_of(config: Any) -> Policies:
     )
 
 
-def _description(model: Any, role: str) -> Callable[[], dict[str, Any]]:
+def _description(model: Any, role: str) -> Callable[[], dict[str, object]]:
     source = ModelSource(path=model.model, revision=model.revision, trust_remote_code=model.trust_remote_code)
     return lambda: {"role": role, "path": model.model, **describe_model(source)}
 

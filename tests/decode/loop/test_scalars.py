@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_gen.labels.laws import label_draft
-from decode.loop.signals import DeviceSignals, HostSignals
+from decode.loop.signals import HostSignals, SignalReader
 from decode.loop.step import DraftSteps
 from decode.policies import HeadPolicy
 from evaluation.traces.coupling import read_signals
@@ -59,7 +59,7 @@ def test_both_logits_are_equal_in_batches_in_numpy_on_a_device_in_data_and_in_tr
     for head, logit in zip(heads, ("drawn_logit", "prefix_logit"), strict=True):
         policy, model = HeadPolicy(head), ToyModel(2, vocab)
         model.feed([0])
-        for reader in (HostSignals(policy, model), DeviceSignals(policy, model)):
+        for reader in (HostSignals(policy, model), SignalReader(policy, model)):
             scores.append(getattr(reader.read(0, row, token), logit))
         _, [drawn] = DraftSteps(lambda ids: torch.zeros(len(ids), 4)).read(
             0, Normalised(row[None]), torch.zeros(1, 4), ids, policies=[policy], nums_before=[0]

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode import ModelDrafter, Session, SpeculativeDecoder, speculative_generate
-from decode.loop.signals import DeviceSignals, HostSignals
+from decode.loop.signals import HostSignals, SignalReader
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model import step as stepwise
@@ -50,7 +50,7 @@ NAMES = [{"entropy"}, {"token_prob", "max_prob"}, {"drawn_logit"}, {"fed_logit",
 
 
 @pytest.mark.usefixtures("_margin")
-@pytest.mark.parametrize("reader", [HostSignals, DeviceSignals])
+@pytest.mark.parametrize("reader", [HostSignals, SignalReader])
 @pytest.mark.parametrize("named", [*NAMES, Watch.signals])
 @pytest.mark.parametrize("scalars", [True, ["margin", "entropy", "text_position"]])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0), Sampling(0.5, top_k=2)])
