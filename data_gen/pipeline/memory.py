@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from configs.schema import Config, DataConfig, HeadsConfig, ModelSource
-from data_gen.responses.exchange import SPARE_POSITIONS
+from data_gen.responses.target import SPARE_POSITIONS
 from lm import model_config
 from lm.pair import dtype_bytes, weight_bytes
 from lm.parallel import check_slices, sliced_models

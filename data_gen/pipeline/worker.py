@@ -27,11 +27,11 @@ from data_gen.responses.exchange import (
     Progress,
     ResponseSource,
     ShardSpec,
-    TargetInProcess,
     ask,
     without,
 )
 from data_gen.responses.settings import check_unsent
+from data_gen.responses.target import TargetInProcess
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import joined_distributions, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of

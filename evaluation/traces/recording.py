@@ -21,7 +21,8 @@ from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.prompt import row_id
 from data_gen.prompts.sets import Split
-from data_gen.responses.exchange import Exchange, ShardSpec, TargetInProcess, ask
+from data_gen.responses.exchange import Exchange, ShardSpec, ask
+from data_gen.responses.target import TargetInProcess
 from data_gen.store.manifest import Manifest, read_manifest, refuse_different, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from data_gen.labels.labeller import Labeller
-from data_gen.responses.exchange import Exchange, Request, TargetInProcess
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.target import TargetInProcess
 from decode.drafters.hierarchies import InnerRounds, InterleavedDrafter, PreVerifiedDrafter
 from decode.drafters.trees import TreeDrafter
 from decode.loop.decoder import SpeculativeDecoder

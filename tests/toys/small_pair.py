@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from data_gen.responses.exchange import Exchange, Request, TargetInProcess
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.target import TargetInProcess
 from evaluation.traces.coupling import Recorder
 from evaluation.traces.recording import record_trace
 from evaluation.traces.trace import Trace

@@ -16,8 +16,8 @@ from data_gen.labels.laws import acceptance_prob_of, label_draft, label_target
 from data_gen.labels.states import DraftStates
 from data_gen.pipeline import stages, worker
 from data_gen.pipeline.worker import Worker
-from data_gen.responses import exchange
-from data_gen.responses.exchange import TargetInProcess, left_padded
+from data_gen.responses import exchange, target
+from data_gen.responses.target import TargetInProcess, left_padded
 from data_gen.store import rows as stored_labels
 from lm import Sampling, forwards
 from lm.draws import draw, seed_of, uniforms
@@ -117,10 +117,10 @@ MUTANTS = {
     "draws shared by shards": (SEEDS, {}, worker, "seed_of", lambda *parts: seed_of(*parts[:-1])),
     "responses shared by shards": (SEEDS, {}, exchange, "seed_of", lambda *parts: seed_of(*parts[:3], parts[4])),
     "coins of the draft's draws": (SEEDS, {}, worker, "seed_of", lambda seed, stage, *more: seed_of(seed, *more)),
-    "uniforms shared by rows": (LAW, {}, exchange, "uniforms", _uniforms_of_one_row),
-    "greedy responses": (LAW, {}, exchange, "draw", lambda probs, uniform: probs.argmax(-1)),
+    "uniforms shared by rows": (LAW, {}, target, "uniforms", _uniforms_of_one_row),
+    "greedy responses": (LAW, {}, target, "draw", lambda probs, uniform: probs.argmax(-1)),
     "eos dropped": (BATCHES, {}, TargetInProcess, "respond", _eos_dropped),
-    "padding seen": (BATCHES, {}, exchange, "left_padded", _padding_seen),
+    "padding seen": (BATCHES, {}, target, "left_padded", _padding_seen),
     "uncut padding": (INDEPENDENT, PLAIN, Labeller, "_logits", _uncut_logits),
     "whole by name": (LOST, {}, stages, "is_whole", lambda path: path.is_file()),
 }

@@ -22,8 +22,9 @@ from data_gen.labels.labeller import Labeller
 from data_gen.labels.states import RolloutStates, Text
 from data_gen.pipeline import worker
 from data_gen.pipeline.command import make
-from data_gen.responses import exchange as sources
-from data_gen.responses.exchange import Exchange, Request, TargetInProcess
+from data_gen.responses import target as sources
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.target import TargetInProcess
 from data_gen.store.rows import Layout, to_safetensors
 from heads.batches.features import FeatureShard, with_states
 from lm import Sampling, acceptance_rate, entropy

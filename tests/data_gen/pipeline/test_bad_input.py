@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from configs.schema import Config
 from data_gen.pipeline.command import make
 from data_gen.prompts.sets import load_prompts
-from data_gen.responses.exchange import Problem, Request, TargetInProcess
+from data_gen.responses.exchange import Problem, Request
+from data_gen.responses.target import TargetInProcess
 from data_gen.store import rows
 from data_gen.store.rows import read_rows
 from lm import Sampling

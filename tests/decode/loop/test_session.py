@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 import decode
 from data_gen.labels.labeller import Labeller
-from data_gen.responses.exchange import Exchange, Request, TargetInProcess
+from data_gen.responses.exchange import Exchange, Request
+from data_gen.responses.target import TargetInProcess
 from decode import ModelDrafter, PearlDecoder, PreVerifiedDrafter, SpeculativeDecoder, TreeDrafter
 from decode.drafters.trees import SHAPES
 from decode.policies import FixedLength, Policy

@@ -23,8 +23,9 @@ from configs.schema import DataConfig, ServerConfig
 from data_gen.labels.labeller import Labeller
 from data_gen.prompts.sets import load_prompts
 from data_gen.prompts.templates import encode_text, render
-from data_gen.responses.exchange import Exchange, Request, TargetInProcess
+from data_gen.responses.exchange import Exchange, Request
 from data_gen.responses.server import CompletionsServer
+from data_gen.responses.target import TargetInProcess
 from data_gen.responses.text import Spelling
 from data_gen.responses.top_logprobs import joined_distributions
 from lm import Pair, Sampling
