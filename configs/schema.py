@@ -182,7 +182,7 @@ class DataConfig:
     """sequential loads one model at a time. acceptance_rate and cross_entropy, which need both models, are then null
     (with `labels: server` only cross_entropy)."""
     rows_per_shard: int = 256
-    """Responses per file. An interrupted run loses at most this many; smaller values make more files."""
+    """Responses per file; smaller values make more files. An interrupted run loses its unfinished shards."""
     batch_size: int = 64
     """Sequences per forward pass."""
     chunk_mb: int = 64

@@ -102,12 +102,12 @@ class BufferLayer(DynamicLayer):
     def insert_rows(self, other: "BufferLayer", rows: Tensor, num_rows: int) -> None:
         """Overwrite these rows of the `num_rows` with the rows of another layer, aligned at their right ends.
 
-        The other layer may be longer only if this one is empty. Positions left of a shorter row become 0: a NaN there
-        would survive the mask that must hide them, since 0 * NaN is NaN.
+        The other layer may be longer only if this one is empty (`widen` makes it as long). Positions left of a shorter
+        row become 0: a NaN there would survive the mask that must hide them, since 0 * NaN is NaN.
         """
         self._prepare(num_rows, other._keys, other._values)
         if self.length < other.length:
-            assert self.length == 0, "a layer with shorter rows would have to move them"
+            assert self.length == 0, "a layer with shorter rows must be widened first"
             self.length = other.length
         end = self.first + self.length
         rows = rows.to(self._keys.device)
@@ -115,6 +115,22 @@ class BufferLayer(DynamicLayer):
             buffer[rows, :, self.first : end - other.length] = 0
         for buffer, held in zip((self._keys, self._values), other._view(), strict=True):
             buffer[rows, :, end - other.length : end] = held
+        self._view()
+
+    def widen(self, length: int, capacity: int) -> None:
+        """Extend every row to the left to `length` positions, of zeros, in buffers of at least `capacity` positions."""
+        num_new = length - self.length
+        if self.first < num_new or self.capacity < capacity:
+            self.capacity = max(self.capacity, capacity)
+            parts = [buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values)]
+            padding = (0, 0, num_new, self.capacity - length)
+            self._keys, self._values = (functional.pad(part, padding) for part in parts)
+            self.first = 0
+        else:
+            self.first -= num_new
+            for buffer in (self._keys, self._values):
+                buffer[:, :, self.first : self.first + num_new] = 0
+        self.length = length
         self._view()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -268,3 +284,9 @@ def insert_rows(cache: DynamicCache, other: DynamicCache, rows: Tensor, num_rows
     """`BufferLayer.insert_rows` in every layer."""
     for layer, new in zip(cache.layers, other.layers, strict=True):
         layer.insert_rows(new, rows, num_rows)  # type: ignore[union-attr]  # `is_attention`
+
+
+def widen(cache: DynamicCache, length: int, capacity: int) -> None:
+    """`BufferLayer.widen` in every layer."""
+    for layer in cache.layers:
+        layer.widen(length, capacity)  # type: ignore[union-attr]  # `is_attention`

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -179,10 +179,7 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
             bar.update(count / job.num_steps)
 
         worker = Worker(job)
-        with closing(worker.with_answers(specs, progress)) as shards:  # an error ends the requests to servers
-            for spec, answers in shards:
-                bar.set_description(f"{job.stage}: {spec.name}")
-                worker.make(spec, progress, answers)
+        worker.run(specs, progress, lambda name: bar.set_description(f"{job.stage}: {name}"))
     del worker
     free_memory()  # the next stage loads other models
 

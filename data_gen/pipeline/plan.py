@@ -47,7 +47,7 @@ _BATCHES_PER_SHARD = 4
 136 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
 """
 _SHARD_S = 600.0
-"""Recommend smaller shards if one takes longer: an interrupted run loses its last shard."""
+"""Recommend smaller shards if one takes longer: an interrupted run loses its unfinished ones."""
 
 
 def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
@@ -235,11 +235,13 @@ def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> 
     print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB of rows and labels, free {free_bytes / 1e9:,.1f} GB")
     _report_states(heads, totals)
     is_drained = data.rows_per_shard < _BATCHES_PER_SHARD * data.batch_size and totals["rows"] > data.rows_per_shard
-    if data.source == "transformers" and is_drained:
+    cause = _cause_of_drains(data)
+    if cause is not None and is_drained:
         print(
-            f"note: a batch drains at the end of each shard, so {data.batch_size} sequences (data.batch_size) with "
-            f"{data.rows_per_shard} rows per shard leave a part of it idle, half if a shard is one batch; "
-            f"data.rows_per_shard {2 * _BATCHES_PER_SHARD * data.batch_size} leaves a seventh"
+            f"note: with {cause} a batch drains at the end of each shard, so {data.batch_size} sequences "
+            f"(data.batch_size) with {data.rows_per_shard} rows per shard leave a part of it idle, half if a shard is "
+            f"one batch; data.rows_per_shard {2 * _BATCHES_PER_SHARD * data.batch_size} leaves a seventh, and "
+            "data.mode: sequential with engine: local, whose batches serve the next shard too, next to nothing"
         )
     if time_s is not None:
         workers = data.ray.num_workers if data.engine == "ray" else 1
@@ -253,6 +255,15 @@ def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> 
             )
     if disk_bytes + totals["state_bytes"] > free_bytes:
         print("warning: not enough free disk space; free some, use fewer prompts, or heads.states: online")
+
+
+def _cause_of_drains(data: DataConfig) -> str | None:
+    """The setting with which the target answers one shard at a time; None if requests of the next shard join."""
+    if data.source != "transformers":
+        return None
+    if data.engine == "ray":
+        return "data.engine: ray"
+    return "data.mode: together" if data.mode == "together" else None
 
 
 def _report_states(heads: HeadsConfig, totals: Mapping[str, Any]) -> None:

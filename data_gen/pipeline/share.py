@@ -188,8 +188,7 @@ def _follow() -> None:
     while (work := _exchange(None)) is not None:
         job, specs = work
         worker = Worker(replace(job, writes=False))
-        for spec in specs:
-            worker.make(spec, lambda count: None)
+        worker.run(specs, lambda count: None)
         del worker
         free_memory()  # the next job loads other models
 

@@ -1,11 +1,13 @@
 """A worker holds the models of one stage and makes shards, in this process (`engine: local`) or in an actor (`ray`).
 
 Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
-on any engine, in any order, and after any interruption.
+on any engine, in any order, and after any interruption. Responses of the stage `respond` share a batch with those of
+other shards, which changes them only through the rounding of forwards.
 """
 
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +29,9 @@ from data_gen.responses.exchange import (
     Progress,
     ResponseSource,
     ShardSpec,
+    Turns,
     ask,
+    turns_of,
     without,
 )
 from data_gen.responses.settings import check_unsent
@@ -177,17 +181,51 @@ class Worker:
             keeps_states="draft" in self._models,
         )
 
-    def with_answers(
+    def run(self, specs: Sequence[ShardSpec], progress: Progress, begins: Callable[[str], None] | None = None) -> None:
+        """Run the stage on every shard; `begins` gets the name of each."""
+        begins = begins or (lambda name: None)
+        begins(specs[0].name)
+        with closing(self._with_answers(specs, progress)) as shards:  # an error ends the requests to servers
+            for spec, answers in shards:
+                begins(spec.name)
+                self.make(spec, progress, answers)
+
+    def _with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
     ) -> Generator[tuple[ShardSpec, Answers | None], None, None]:
-        """Each shard, with its answers if they come from servers, which then work ahead on the next shards."""
-        if self._server is None:
-            yield from ((spec, None) for spec in specs)
-        else:
+        """Each shard, with its answers if requests of several shards are answered together: by servers, or in one
+        running batch of the stage `respond`. The stage `together` generates shard by shard, since it labels each shard
+        from the states of the batch that generated it.
+        """
+        if self._server is not None:
             yield from self._server.servers.ahead(specs, lambda spec: self._ask(spec, progress))
+        elif self.job.stage == "respond" and isinstance(self.source, TargetInProcess):
+            yield from self._joined(specs, progress)
+        else:
+            yield from ((spec, None) for spec in specs)
+
+    def _joined(
+        self, specs: Sequence[ShardSpec], progress: Progress
+    ) -> Generator[tuple[ShardSpec, Answers], None, None]:
+        """Each shard with its answers, as soon as its last response is done, which need not be in order. If memory runs
+        out, the unfinished shards start again with half the batch size.
+        """
+        unfinished = list(specs)
+        while unfinished:
+            assert isinstance(self.source, TargetInProcess)
+            shards = ((spec, self._turns(spec, progress)) for spec in tuple(unfinished))
+            try:
+                for spec, answers in self.source.respond_joined(shards, progress):
+                    yield spec, answers
+                    unfinished.remove(spec)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            if unfinished:  # outside the handler, whose error keeps the tensors of its frames alive
+                self._halve_batch(unfinished)
 
     def make(self, spec: ShardSpec, progress: Progress, answers: Answers | None = None) -> None:
-        """Run the stage on one shard; `answers` are what `with_answers` yielded with it.
+        """Run the stage on one shard; `answers`, if there are any yet, are those to its requests.
 
         If memory runs out, the shard starts again with half the batch size, which this worker then keeps. Random
         numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
@@ -200,12 +238,12 @@ class Worker:
             except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 if not is_out_of_memory(error):
                     raise
-            self._halve_batch(spec)  # outside the handler, whose error keeps the tensors of its frames alive
+            self._halve_batch([spec])  # outside the handler, whose error keeps the tensors of its frames alive
 
-    def _halve_batch(self, spec: ShardSpec) -> None:
+    def _halve_batch(self, specs: Sequence[ShardSpec]) -> None:
         data = self.data
-        size = min(self.data.batch_size, spec.num_requests) // 2
-        where = f"{self.job.stage}: out of memory at {spec.name} with data.batch_size {data.batch_size}"
+        size = min(data.batch_size, sum(spec.num_requests for spec in specs)) // 2
+        where = f"{self.job.stage}: out of memory at {specs[0].name} with data.batch_size {data.batch_size}"
         if self.job.is_sliced or size == 0:  # other slices did not run out, and wait in a forward of the full batch
             remedies = f"data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) or "
             remedies += f"data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: sequential"
@@ -251,13 +289,17 @@ class Worker:
 
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         assert self.source is not None
-        kept: list[Exchange] = []
-        if self.job.keeps_responses:
-            kept = stages.answers_in(shard_path(self.data.dir, "rows", spec.split, spec.index)).exchanges
-        answers = ask(spec, self.source, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
+        answers = ask(self._turns(spec, progress), self.source, progress)
         if self.data.labels == "server":
             answers = self._server.labelled(spec, answers)
         return answers
+
+    def _turns(self, spec: ShardSpec, progress: Progress) -> Turns[Answers]:
+        """The requests of a shard; with `keeps_responses` only those without a row."""
+        kept: list[Exchange] = []
+        if self.job.keeps_responses:
+            kept = stages.answers_in(shard_path(self.data.dir, "rows", spec.split, spec.index)).exchanges
+        return turns_of(spec, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
 
     def _labelled(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], columns: dict[str, Tensor], progress: Progress

@@ -4,9 +4,9 @@ target's replies to earlier turns.
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,6 +24,7 @@ _HOPELESS_SHARE = 0.9
 FinishReason = Literal["stop", "length"]
 Progress = Callable[[int], None]
 """A function that is called with the number of requests finished since the last call."""
+Result = TypeVar("Result")
 
 
 class Request(NamedTuple):
@@ -71,6 +72,10 @@ class Problem(NamedTuple):
 
 class RefusedError(ValueError):
     """A request has no usable answer, for a reason that does not concern other requests: its row becomes a problem."""
+
+
+Turns = Generator[tuple[list[Request], int], list[Exchange | Problem], Result]
+"""Yields the requests of one turn after another, each with the seed of its draws, and gets their answers in order."""
 
 
 @runtime_checkable
@@ -135,17 +140,16 @@ class ShardSpec:
         return sum(len(prompt.turns) for prompt in self.prompts)
 
 
-def ask(
+def turns_of(
     spec: ShardSpec,
-    source: ResponseSource,
     *,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     progress: Progress,
     kept: Iterable[Exchange] = (),
-) -> Answers:
-    """The source's answers to every turn of the shard: turn k of all conversations together, then turn k + 1. `kept`:
-    existing rows, which are not requested again.
+) -> Turns[Answers]:
+    """The requests of every turn of the shard: turn k of all conversations together, then turn k + 1; in the end all
+    answers. `kept`: existing rows, which are not requested again.
     """
     answers: dict[str, Exchange | Problem] = {exchange.id: exchange for exchange in kept}
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):
@@ -160,9 +164,20 @@ def ask(
                 answers[name] = request
             progress(1)
         if requests:
-            seed = seed_of(data.seed, "response", spec.split, spec.index, turn)
-            answers |= {answer.id: answer for answer in source.respond(requests, seed, progress)}
+            replies = yield requests, seed_of(data.seed, "response", spec.split, spec.index, turn)
+            answers |= {answer.id: answer for answer in replies}
     return in_order(spec, answers.values())
+
+
+def ask(turns: Turns[Result], source: ResponseSource, progress: Progress) -> Result:
+    """The source's answers to every turn of one shard."""
+    try:
+        requests, seed = next(turns)
+        while True:
+            requests, seed = turns.send(source.respond(requests, seed, progress))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def in_order(spec: ShardSpec, rows: Iterable[Exchange | Problem]) -> Answers:

@@ -21,7 +21,7 @@ from configs.schema import Config
 from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.prompt import row_id
 from data_gen.prompts.sets import Split
-from data_gen.responses.exchange import Exchange, ShardSpec, ask
+from data_gen.responses.exchange import Exchange, ShardSpec, ask, turns_of
 from data_gen.responses.target import TargetInProcess
 from data_gen.store.manifest import Manifest, read_manifest, refuse_different, settle
 from decode.experiment import Experiment
@@ -163,7 +163,8 @@ class TraceFolder:
             batch_size=decode.prompts_per_shard,
         )
         tokenizer = self.experiment.pair.tokenizer
-        answers = ask(spec, source, tokenizer=tokenizer, data=data, progress=lambda count: None)
+        turns = turns_of(spec, tokenizer=tokenizer, data=data, progress=lambda count: None)
+        answers = ask(turns, source, lambda count: None)
         progress(spec.num_requests - len(answers.exchanges))
         trace = None
         if answers.exchanges:

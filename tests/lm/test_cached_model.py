@@ -12,7 +12,7 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter
 from decode.policies.plain import FixedLength
 from lm import CachedModel, Sampling
-from lm.cache import insert_rows, make_cache
+from lm.cache import insert_rows, make_cache, widen
 from lm.forwards import body_and_lm_head, check_outputs, hidden_states, logits_of, recorded
 from tests.toys.small_pair import SIZES
 
@@ -153,6 +153,32 @@ def test_a_sequence_that_takes_the_place_of_another_is_as_if_alone(config):
         ours = model(torch.tensor([[12]]), **places)
         alone = model(torch.cat([short, torch.tensor([11, 12])])[None])
         torch.testing.assert_close(ours.logits[0, 0], alone.logits[0, -1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("capacity", [16, 7])
+@pytest.mark.parametrize("num_dropped", [0, 1, 2])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA])
+def test_a_longer_sequence_takes_the_place_of_another_once_the_cache_is_widened(config, num_dropped, capacity):
+    """Rows of 4 positions, of which some are dropped; a sequence of 7 joins, with room to the left or without."""
+    model, gone, short, long = model_of(config), torch.arange(13, 17), torch.arange(7, 11), torch.arange(1, 8)
+    cache, new = make_cache(model, 8), make_cache(model, 7)
+    num_kept = 4 - num_dropped
+    mask = torch.tensor([[1] * 4, [0] * num_dropped + [1] * num_kept])
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(torch.stack([gone, short]), attention_mask=mask, position_ids=places, past_key_values=cache)
+        model(long[None], past_key_values=new)
+        for layer in cache.layers:
+            layer.drop_first(num_dropped)
+        widen(cache, 7, capacity)
+        insert_rows(cache, new, torch.tensor([0]), 2)
+        mask = torch.tensor([[1] * 8, [0] * (7 - num_kept) + [1] * (num_kept + 1)])
+        how = {"attention_mask": mask, "position_ids": torch.tensor([[7], [num_kept]]), "past_key_values": cache}
+        ours = model(torch.tensor([[11], [12]]), **how).logits[:, 0]
+        rows = [torch.cat([row, torch.tensor([token])])[None] for row, token in ((long, 11), (short[num_dropped:], 12))]
+        alone = torch.stack([model(row).logits[0, -1] for row in rows])
+    torch.testing.assert_close(ours, alone, rtol=0, atol=1e-6)
+    assert cache.layers[0].capacity == max(capacity, 8)
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [0, 2], [1, 2]])

@@ -14,7 +14,7 @@ import pytest
 from configs.command import config_of, parser_for
 from configs.schema import Config
 from configs.shipped import NAMES
-from data_gen.pipeline import memory
+from data_gen.pipeline import command, memory
 from data_gen.pipeline import plan as planning
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
@@ -132,18 +132,24 @@ def test_a_plan_says_what_bf16_saves_of_a_large_step_unless_the_run_has_it(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_shown"),
+    ("settings", "cause"),
     [
-        ({"rows_per_shard": 8, "batch_size": 8}, True),
-        ({"rows_per_shard": 8, "batch_size": 2}, False),
-        ({"rows_per_shard": 12, "batch_size": 12}, False),  # all of one split
-        ({"rows_per_shard": 8, "batch_size": 8, "source": "server"}, False),
+        ({"rows_per_shard": 8, "batch_size": 8}, "data.mode: together"),
+        ({"rows_per_shard": 8, "batch_size": 2}, None),
+        ({"rows_per_shard": 12, "batch_size": 12}, None),  # all of one split
+        ({"rows_per_shard": 8, "batch_size": 8, "source": "server"}, None),
+        ({"rows_per_shard": 8, "batch_size": 8, "mode": "sequential"}, None),
+        ({"rows_per_shard": 8, "batch_size": 8, "mode": "sequential", "engine": "ray"}, "data.engine: ray"),
     ],
 )
-def test_a_plan_notes_that_large_batches_drain_at_the_end_of_small_shards(settings, is_shown, toy_config, capsys):
+def test_a_plan_notes_that_large_batches_drain_at_the_end_of_small_shards(
+    settings, cause, toy_config, capsys, monkeypatch
+):
+    monkeypatch.setattr(command, "_NEEDED", ())  # a plan runs no actor, so ray need not be installed
     plan(with_data(toy_config, num_train=12, num_dev=0, num_test=0, split_weights=(1, 0, 0), **settings), sample=0)
-    note = "note: a batch drains at the end of each shard, so 8 sequences (data.batch_size) with 8 rows per shard"
-    assert (note in capsys.readouterr().out) == is_shown
+    note = f"note: with {cause} a batch drains at the end of each shard, so 8 sequences (data.batch_size) with 8 rows"
+    shown = capsys.readouterr().out
+    assert note in shown if cause else "drains" not in shown
 
 
 def test_slices_add_up_on_each_gpu(tmp_path: Path):
