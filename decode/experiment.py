@@ -1,7 +1,7 @@
 """What a config names: models, sampling, datasets, prompts, heads, policies.
 
-Every command of decode/ and evaluation/ turns its config into an `Experiment` and passes the objects that it takes from
-it. Each is made at its first use, so that a command that needs no model loads none.
+Every command of decode/ and evaluation/ turns its config into an `Experiment` and passes the objects that it
+takes from it. Each is made at its first use, so that a command that needs no model loads none.
 """
 
 import sys
@@ -182,8 +182,8 @@ class Experiment:
     def prompts(self, dataset: str, split: Split, *, num: int | None = None) -> list[Prompt]:
         """The first `num` prompts of a split; None: as many as decode.num_dev or decode.num_test says.
 
-        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`, and may have fewer prompts;
-        those that are also in the training data are left out.
+        A transfer set, which no head was trained on, is cut by `decode.transfer_weights`, and may have fewer
+        prompts; those that are also in the training data are left out.
         """
         nums = {"dev": self.decode.num_dev, "test": self.decode.num_test} | ({} if num is None else {split: num})
         data = replace(self.data, prompts=self.datasets[dataset], num_dev=nums["dev"], num_test=nums["test"])
@@ -247,8 +247,8 @@ class Experiment:
         return [ids for _, ids in self.encoded(dataset, split, num=num)]
 
     def encoded(self, dataset: str, split: Split, *, num: int | None = None) -> list[tuple[Prompt, list[int]]]:
-        """The prompts of `prompts` with their token ids, without those that are empty, over-long or refused by the chat
-        template; ValueError if none is left.
+        """The prompts of `prompts` with their token ids, without those that are empty, over-long or refused by
+        the chat template; ValueError if none is left.
         """
         prompts = [prompt for prompt in self.prompts(dataset, split, num=num) if prompt.is_text]
         fitting: list[tuple[Prompt, list[int]]] = []

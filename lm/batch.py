@@ -1,8 +1,8 @@
 """Several sequences in one forward: rows of a batch, each with its own length and roll-back (law 4.5).
 
-A padded forward feeds each row the tokens that its cache lacks. Padding is on the right, and queries see positions of
-their own row up to their own position, so they never see padding or what was rolled back. That is exact for full
-attention with explicit positions; other models are refused (`lm.selfcheck`).
+A padded forward feeds each row the tokens that its cache lacks. Padding is on the right, and queries see
+positions of their own row up to their own position, so they never see padding or what was rolled back. That is
+exact for full attention with explicit positions; other models are refused (`lm.selfcheck`).
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ class BatchModel:
 
     @torch.inference_mode()
     def feed(self, rows: Sequence[BatchRow], new_tokens: Texts, num_logits: Sequence[int]) -> Logits:
-        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many: `num_logits` of each, one
-        row's after another's.
+        """`CachedModel.feed` of several rows, in one forward, or in two if a row gets many: `num_logits` of each,
+        one row's after another's.
         """
         for row, tokens, num in zip(rows, new_tokens, num_logits, strict=True):
             assert 1 <= num <= len(tokens), f"{num} rows requested of {len(tokens)} fed tokens"

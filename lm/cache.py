@@ -1,8 +1,8 @@
 """KV caches that roll back exactly and do not copy what they hold.
 
-transformers' `DynamicLayer` copies every key and value in every step: at batch 64 that costs more than the forward.
-Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent and
-convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
+transformers' `DynamicLayer` copies every key and value in every step: at batch 64 that costs more than the
+forward. Here a layer writes into one buffer and returns a view of it. Attention rolls back by counting. Recurrent
+and convolutional layers, which cannot forget a token, return to a copy of an earlier state (`Snapshots`).
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 CAPACITY = 256  # positions that a cache of unknown length has room for at first
 _MAX_STEP = 4096  # positions by which a cache grows at most: doubling a long one would take too much memory
-# Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going back
-# further than the others means going back to the prompt.
+# Copies kept, more than any draft has tokens. The first two, of nothing and of the prompt, always stay: going
+# back further than the others means going back to the prompt.
 _MAX_SNAPSHOTS = 48
 
 
@@ -182,8 +182,8 @@ class BufferLayer(DynamicLayer):
 
 
 class WindowLayer(BufferLayer):
-    """A layer with sliding or chunked attention. It keeps every position, since a rejection may need again what left
-    the window, and returns a view of the last ones; masks are transformers' own, for that view.
+    """A layer with sliding or chunked attention. It keeps every position, since a rejection may need again what
+    left the window, and returns a view of the last ones; masks are transformers' own, for that view.
     """
 
     is_sliding = True
@@ -209,8 +209,8 @@ class WindowLayer(BufferLayer):
 class Snapshots:
     """Earlier states of those layers of a cache that cannot roll back by counting.
 
-    A copy is taken before every forward. Rolling back restores the last copy that is early enough, perhaps earlier than
-    requested; the tokens in between are then fed again.
+    A copy is taken before every forward. Rolling back restores the last copy that is early enough, perhaps
+    earlier than requested; the tokens in between are then fed again.
     """
 
     def __init__(self, cache: DynamicCache) -> None:

@@ -1,8 +1,8 @@
 """Random draws. Loops draw through a `Sampler`; work in shards (data, traces) draws from uniforms made in advance.
 
-A *distribution* is a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes the
-largest entry, logits serve and save a softmax. The samplers of the tests walk every branch with its probability, which
-gives the exact distribution of the output.
+A *distribution* is a row over the vocabulary: probabilities for `RandomSampler`; for `GreedySampler`, which takes
+the largest entry, logits serve and save a softmax. The samplers of the tests walk every branch with its
+probability, which gives the exact distribution of the output.
 
 A shard's uniforms are made on the CPU in float64, one per (row, position), before any model runs. So its draws depend
 neither on the device, nor on the order of shards, nor on how rows are batched, and a resumed run gives the same bytes.
@@ -40,8 +40,8 @@ class Sampler(Protocol):
         return torch.tensor([self.token(dist)], device=dist.device)
 
     def num_accepted(self, acceptance_probs: Iterable[float]) -> int:
-        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently, until one
-        fails; those after it may stay unread.
+        """Length of the accepted prefix: token i passes with probability acceptance_probs[i], independently,
+        until one fails; those after it may stay unread.
         """
 
 
@@ -101,8 +101,8 @@ class GreedySampler:
 
 
 def inverted(dist: Float[Tensor, "*rows vocab"], uniform: float | Float[Tensor, "*rows 1"]) -> Int[Tensor, "*rows 1"]:
-    """First id of each row where the distribution function exceeds the uniform, never one of probability 0; the width,
-    which is no token, for NaN.
+    """First id of each row where the distribution function exceeds the uniform, never one of probability 0; the
+    width, which is no token, for NaN.
 
     Worked example: (.5, .3, .2) and uniform .79 give id 1, uniform .8 gives id 2.
     """
@@ -117,8 +117,8 @@ def inverted(dist: Float[Tensor, "*rows vocab"], uniform: float | Float[Tensor, 
 def _inverted_on_cpu(dist: Float[Tensor, " vocab"], uniform: float) -> int:
     """`inverted` of one row. Python's search in it costs half of what numpy's does, and a third of what torch's does.
 
-    A running sum of float64 numbers adds them one by one. In a wide row sums of blocks find the block, and its own sums
-    the token: 158 µs for 151,936 numbers instead of 311.
+    A running sum of float64 numbers adds them one by one. In a wide row sums of blocks find the block, and its
+    own sums the token: 158 µs for 151,936 numbers instead of 311.
     """
     dist = dist.detach() if dist.requires_grad else dist
     if len(dist) < _MIN_WIDTH_OF_BLOCKS:
@@ -142,8 +142,8 @@ def _inverted_on_cpu(dist: Float[Tensor, " vocab"], uniform: float) -> int:
 def draw_rows(
     dists: Sequence[Float[Tensor, " vocab"]] | Float[Tensor, "rows vocab"], draws: Sequence[Sampler]
 ) -> Int[Tensor, " rows"]:
-    """One token of each distribution, each by its own draws, on the device of the distributions; the width, which is no
-    token, for NaN.
+    """One token of each distribution, each by its own draws, on the device of the distributions; the width, which
+    is no token, for NaN.
     """
     if not dists[0].is_cpu:
         random = [each for each in draws if isinstance(each, RandomSampler)]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def refuse_no_model(path: str) -> None:
-    """Raise FileNotFoundError for a file and for a directory without config.json, ValueError for a LoRA adapter, with
-    or without a model beside it.
+    """Raise FileNotFoundError for a file and for a directory without config.json, ValueError for a LoRA adapter,
+    with or without a model beside it.
     """
     folder = Path(path)
     if folder.is_file():

@@ -1,10 +1,10 @@
 """Parts of a causal model, and teacher-forced forwards in bounded memory.
 
-The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only, and callers apply the
-output layer to so few positions at a time that their float32 logits fit a given number of megabytes.
+The [positions, vocabulary] matrix never exists as a whole: a forward yields hidden states only, and callers apply
+the output layer to so few positions at a time that their float32 logits fit a given number of megabytes.
 
-transformers' forward around body and LM head takes a tenth of a small draft's step. `body_and_lm_head` gives both to be
-called directly, where that gives the same logits.
+transformers' forward around body and LM head takes a tenth of a small draft's step. `body_and_lm_head` gives both
+to be called directly, where that gives the same logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,8 @@ _TESTED: WeakKeyDictionary[PreTrainedModel, Tested] = WeakKeyDictionary()
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:
-    """Body and LM head; None if they are not the whole model: something follows the head (soft caps, scales), or hooks
-    watch the model. That is tested once, bit by bit, and again after the model has changed.
+    """Body and LM head; None if they are not the whole model: something follows the head (soft caps, scales), or
+    hooks watch the model. That is tested once, bit by bit, and again after the model has changed.
     """
     head = model.get_output_embeddings()
     try:
@@ -171,8 +171,9 @@ def hidden_states(
     states: dict[int, Tensor] = {}
     for side in sides.values():
         width = max(len(rows[index]) for index in side)
-        # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden states
-        # that it does not see by 0, and 0 * NaN is NaN: a row is padded with an id of its own, not of another row.
+        # A causal model cannot see padding on the right, so no mask is needed. But attention multiplies hidden
+        # states that it does not see by 0, and 0 * NaN is NaN: a row is padded with an id of its own, not of
+        # another row.
         padded = [[*rows[index], *[rows[index][0]] * (width - len(rows[index]))] for index in side]
         ids = torch.tensor(padded, device=device_of(model))
         outputs = body_of(model)(input_ids=ids, use_cache=False, output_hidden_states=layer is not None)
@@ -224,8 +225,8 @@ def chunks(num_tokens: int, size: int) -> Iterator[slice]:
 
 @torch.inference_mode()
 def check_outputs(model: PreTrainedModel, vocab_size: int, name: str) -> None:
-    """Raise ValueError unless the body takes the cache of responses and `logits_of` gives the model's own logits, which
-    are finite after some of a few ids; single ones may be broken (untrained). `name`: the model's role.
+    """Raise ValueError unless the body takes the cache of responses and `logits_of` gives the model's own logits,
+    which are finite after some of a few ids; single ones may be broken (untrained). `name`: the model's role.
     """
     kind = type(model).__name__
     if "past_key_values" not in signature(body_of(model).forward).parameters:

@@ -1,7 +1,7 @@
 """Trees of tokens, and positions and masks of forwards in which each token sees some entries of the cache.
 
-The mask of a forward has a row for every token. Its columns are the entries of the cache, old ones first, then those of
-the forward: first a text, whose entries are at positions 0, 1, …, then whatever branches off from it.
+The mask of a forward has a row for every token. Its columns are the entries of the cache, old ones first, then
+those of the forward: first a text, whose entries are at positions 0, 1, …, then whatever branches off from it.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ ROOT = -1  # the last token of the text, from which a tree grows
 class Tree:
     """Candidate tokens after a text: for each token the node that it follows, parents before their children.
 
-    Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7". ValueError for a
-    parent that does not come before its child, or siblings with one token.
+    Worked example: tokens (5, 7, 2) and parents (-1, -1, 0) offer the continuations "5 2" and "7". ValueError for
+    a parent that does not come before its child, or siblings with one token.
     """
 
     tokens: Sequence[int] = ()
@@ -100,11 +100,11 @@ def tree_feed(
     tree: Tree, num_cached: int, num_text: int, *, pending: Sequence[int] = (), device: torch.device | str = "cpu"
 ) -> tuple[Fed, Fed, Mask]:
     """(ids, positions, mask) of a forward of the end of a text and of the nodes that come after a tree's first
-    `num_cached`; they reach the device in one transfer. `pending`, the last tokens of the text, which has `num_text`,
-    are fed before them.
+    `num_cached`; they reach the device in one transfer. `pending`, the last tokens of the text, which has
+    `num_text`, are fed before them.
 
-    With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and 3,
-    and the rows of the mask 11100, 11110 and 11101.
+    With a text of 3 tokens, the last of them pending, and two new siblings of depth 1, the positions are 2, 3 and
+    3, and the rows of the mask 11100, 11110 and 11101.
     """
     ancestors = tree.ancestors()[num_cached:]
     num_pending = len(pending)

@@ -1,7 +1,7 @@
 """Law 4.5: a causal language model with a KV cache that can be extended and rolled back.
 
-The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact, but may
-go further back than requested (`lm.cache`); other models are refused (`lm.selfcheck`).
+The cache holds a prefix of committed[:-1], and callers feed committed[len(model):] next. Rolling back is exact,
+but may go further back than requested (`lm.cache`); other models are refused (`lm.selfcheck`).
 
 After the text, the cache can hold the nodes of one tree. A node sees the text and its own path, at its position there.
 Nodes are added level by level, as a draft does, or all at once, as the target does; then `keep` moves the accepted path
@@ -33,8 +33,8 @@ class ModelledText:
     """One text in one causal model: what the model is, and how long the text may become. Subclasses hold the text.
 
     Attributes:
-        hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows that
-            the last forward returned; may be None unless `with_hidden`.
+        hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows
+            that the last forward returned; may be None unless `with_hidden`.
         device: device that takes token ids.
         num_prompt: tokens of the text that are fed at once, which `max_length` may depend on.
     """
@@ -61,8 +61,8 @@ class ModelledText:
 
     @property
     def output_device(self) -> torch.device:
-        """Device of logits and hidden states, which differs from `device` if the model is spread over several devices;
-        accelerate's hook on the model brings logits back to it.
+        """Device of logits and hidden states, which differs from `device` if the model is spread over several
+        devices; accelerate's hook on the model brings logits back to it.
         """
         return self.device if hasattr(self.model, "_hf_hook") else forwards.output_device_of(self.model)
 
@@ -140,8 +140,8 @@ class CachedModel(ModelledText):
     ) -> None:
         """Any causal language model of transformers whose cache can be rolled back. `with_hidden` keeps the final
         hidden states, and costs a hook if the model is more than body and head; `feed_tree` and `keep` need
-        `holds_trees`; `recorder` records what a feature draft reads. ValueError for a model in train mode, whose cache
-        cannot be rolled back or hold a tree, or that lacks hidden states or features.
+        `holds_trees`; `recorder` records what a feature draft reads. ValueError for a model in train mode, whose
+        cache cannot be rolled back or hold a tree, or that lacks hidden states or features.
         """
         super().__init__(model, vocab_size=vocab_size)
         self.check_mode()
@@ -225,8 +225,8 @@ class CachedModel(ModelledText):
 
     @torch.inference_mode()
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Logits:
-        """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those that are:
-        the logits after the last of the tokens, if there are any, and after each new node.
+        """Append tokens to the text, if no nodes are in the cache, and nodes to a tree that begins with those
+        that are: the logits after the last of the tokens, if there are any, and after each new node.
         """
         num_cached = len(self._tree)
         num_text = self._length - num_cached + len(new_tokens)

@@ -1,9 +1,9 @@
 """Load a target, a draft and perhaps a micro model, and check that they fit.
 
 They fit if their tokenizers map the same tokens to the same ids. Logits may be wider than the tokenizer (padded
-vocabularies, as Qwen's): every model's logits are cut to `Pair.vocab_size`, so the extra ids get probability 0. The
-target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that has no logit): such ids are never
-emitted.
+vocabularies, as Qwen's): every model's logits are cut to `Pair.vocab_size`, so the extra ids get probability 0.
+The target's may be narrower, too (Gemma-3 1B's tokenizer has an id for images that has no logit): such ids are
+never emitted.
 """
 
 import re
@@ -275,8 +275,8 @@ def dtype_bytes(source: ModelSource, config: PretrainedConfig) -> int:
 
 @contextmanager
 def _reading(source: ModelSource, part: str) -> Iterator[None]:
-    """Turn what transformers and tokenizers raise over broken files (anything, even bare `Exception`) into one line.
-    Progress bars of loading weights are hidden meanwhile, those of downloads are not.
+    """Turn what transformers and tokenizers raise over broken files (anything, even bare `Exception`) into one
+    line. Progress bars of loading weights are hidden meanwhile, those of downloads are not.
     """
     has_bars = logging.is_progress_bar_enabled()
     hides_downloads = are_progress_bars_disabled()

@@ -64,8 +64,8 @@ def check_slices(source: ModelSource, config: PretrainedConfig, count: int) -> N
 
 
 def slicing_of(source: ModelSource, config: PretrainedConfig) -> DistributedConfig:
-    """transformers' settings for this process's slice; joins the processes of torchrun if they are not joined yet.
-    ValueError outside torchrun, or for a model or settings that cannot be sliced (`check_slices`).
+    """transformers' settings for this process's slice; joins the processes of torchrun if they are not joined
+    yet. ValueError outside torchrun, or for a model or settings that cannot be sliced (`check_slices`).
     """
     _, num = slices_of(source.path)
     check_slices(source, config, num)

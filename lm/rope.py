@@ -8,8 +8,8 @@ distributions than one token at a time. So a text is either short or long:
     long     its prompt has more than `bound` tokens; the loop counts the prompt without its last token, which may be
              fed in a later forward
 
-A text that would become long while it grows is refused. With `dynamic` frequencies every length beyond the bound, which
-is the model's context, has its own set of frequencies, so no text may exceed the bound.
+A text that would become long while it grows is refused. With `dynamic` frequencies every length beyond the bound,
+which is the model's context, has its own set of frequencies, so no text may exceed the bound.
 """
 
 import math
@@ -51,8 +51,8 @@ def rope_switch_of(model: PreTrainedModel) -> RopeSwitch:
 
 
 def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> bool:
-    """Raise ValueError if a text of `num_fed` tokens, the first `num_prompt` fed at once, crosses the model's bound;
-    else return whether it is long. The message begins with `subject`, which says what has so many tokens.
+    """Raise ValueError if a text of `num_fed` tokens, the first `num_prompt` fed at once, crosses the model's
+    bound; else return whether it is long. The message begins with `subject`, which says what has so many tokens.
     """
     switch = rope_switch_of(model)
     is_long = switch.is_long(num_prompt)

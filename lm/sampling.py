@@ -4,8 +4,8 @@
     probs = one-hot(argmax logits)                             temperature = 0, the limit of the same path
 
 The warpers are transformers' own, in the order in which `generate` applies them, so that a pair has the same
-distribution here as there. Departures: temperature 0 is allowed (transformers raises), softmax runs in float32 whatever
-the dtype of the logits (float64 on request), and top-p sorts on the CPU only what it must (`QuickTopP`).
+distribution here as there. Departures: temperature 0 is allowed (transformers raises), softmax runs in float32
+whatever the dtype of the logits (float64 on request), and top-p sorts on the CPU only what it must (`QuickTopP`).
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ _MARGIN = 1e-5  # mass around top-p within which the rounding of another order o
 class QuickTopP(TopPLogitsWarper):
     """transformers' top-p, bit for bit, from the 256 likeliest tokens if these decide it.
 
-    Sorting 49,152 logits takes a core 4 ms, more than a small draft takes for a token; finding 256 takes 0.2 ms. A row
-    is sorted if they hold too little mass, if the mass above one of them is within rounding of top-p, or if the last
-    token kept and the first left out are equally likely.
+    Sorting 49,152 logits takes a core 4 ms, more than a small draft takes for a token; finding 256 takes 0.2 ms.
+    A row is sorted if they hold too little mass, if the mass above one of them is within rounding of top-p, or if
+    the last token kept and the first left out are equally likely.
     """
 
     def __call__(self, input_ids: LongTensor | None, scores: Rows) -> Rows:

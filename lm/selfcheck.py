@@ -1,8 +1,8 @@
 """Tests of a model against itself, once per model: fed in an unusual way, it must give the logits of a plain forward.
 
-Some families' forwards ignore a cache (RWKV) or need another one (xLSTM), some of several tokens are not the forwards
-of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode other tokens. So
-each way to feed has a plan, which is compared with plain forwards.
+Some families' forwards ignore a cache (RWKV) or need another one (xLSTM), some of several tokens are not the
+forwards of each (Mamba, Zamba2), some read positions off the mask (ALiBi). Such a model would silently decode
+other tokens. So each way to feed has a plan, which is compared with plain forwards.
 
 The error of a row is its largest difference, as a share of the row's standard deviation over the vocabulary. Limits:
 
@@ -13,9 +13,9 @@ The error of a row is its largest difference, as a share of the row's standard d
                     with recurrent states        0.5
                     trees, batches, branches     0.5         0.2
 
-A float64 model's float32 parts leave 5e-5; Zamba2's two forwards differ by 5e-4 to 4e-2. In half precision single rows
-may choose other experts of a mixture, and a wrong cache leaves 0.3 and more; recurrent states recover from a wrong
-feed; trees, batches and branches have few rows.
+A float64 model's float32 parts leave 5e-5; Zamba2's two forwards differ by 5e-4 to 4e-2. In half precision single
+rows may choose other experts of a mixture, and a wrong cache leaves 0.3 and more; recurrent states recover from a
+wrong feed; trees, batches and branches have few rows.
 
 Rounding may fail the first text, so a second one is tried. Experts rarely tie in both texts. And only the first text
 has reserved tokens, whose logits are noisy: in bfloat16 SmolLM2-135M's differ by 0.22 to 1.2 there, by 0.17 on words.
@@ -46,9 +46,9 @@ _STATES = (0.5, math.inf)
 _FEW_ROWS = (0.5, 0.2)
 _NUM_MEDIAN_ROWS = 5  # rows of the shortest feed that has its own median; all shorter feeds share one
 _CHAIN_LENGTH = 150  # tokens of the text, if the context has room for them
-# (length to roll back to, length to feed up to), one after the other; tokens that are rolled back were wrong ones. The
-# rest of the text comes last: at once, or one by one into a model with recurrent states, whose single steps and longer
-# feeds are two different computations.
+# (length to roll back to, length to feed up to), one after the other; tokens that are rolled back were wrong
+# ones. The rest of the text comes last: at once, or one by one into a model with recurrent states, whose single
+# steps and longer feeds are two different computations.
 _CHAIN = (
     *((0, 30), (30, 31), (31, 32), (32, 53), (40, 41), (41, 43)),
     *((43, 64), (60, 81), (81, 102), (81, 82), (82, 103), (103, 104)),
@@ -169,8 +169,8 @@ def _check_key_selection(cached: Cached, refusal: Refusal) -> None:
 
 
 def _chain_feeds(cached: Cached, seed: int) -> Feeds:
-    """The rows of each feed that follow right tokens only, without those of the prompt; and those of a forward without
-    a cache, or if tokens are fed one at a time those that `generate` sees.
+    """The rows of each feed that follow right tokens only, without those of the prompt; and those of a forward
+    without a cache, or if tokens are fed one at a time those that `generate` sees.
     """
     is_single = cached.one_token_at_a_time
     tokens = _text(cached, _STEPWISE_LENGTH if is_single else _CHAIN_LENGTH, seed)
@@ -262,8 +262,8 @@ def row_errors(rows: Rows, expected: Rows) -> Float[Tensor, " row"]:
 
 
 def _error(plan: Plan, way: str, refusal: Refusal, limits: Limits, *, seeds: Sequence[int] = (0,)) -> float | None:
-    """The error of the worst row, or if only medians are limited of the worst median, of the best text; None if a text
-    is within the limits. A forward that fails refuses its model, unless it runs out of memory.
+    """The error of the worst row, or if only medians are limited of the worst median, of the best text; None if a
+    text is within the limits. A forward that fails refuses its model, unless it runs out of memory.
     """
     largest = []
     for seed in seeds:

@@ -1,7 +1,7 @@
 """Signals: numbers that describe a distribution q and a token y drawn from it, for heads, policies and traces.
 
-They are those of the untruncated distribution at temperature 1, in nats (law 4.1): a truncated or greedy one has an
-entropy near zero everywhere.
+They are those of the untruncated distribution at temperature 1, in nats (law 4.1): a truncated or greedy one has
+an entropy near zero everywhere.
 
 A *scalar* is a signal that a head may read beside the hidden state. To add one, add an entry to `SCALARS`, where all
 code looks them up by name (docs/extending.md). `POSITION` describes the text instead: tokens of the response before y.
@@ -93,8 +93,8 @@ class Normalised:
     def log_odds(self, token: Tokens) -> Numbers:
         """log(q(y) / (1 - q(y))), unclamped; the last one is kept for other signals of the same token.
 
-        1 - q(y) is the sum over the other tokens, so it is not lost where q(y) rounds to 1; without other tokens it is
-        0 and the result infinite.
+        1 - q(y) is the sum over the other tokens, so it is not lost where q(y) rounds to 1; without other tokens
+        it is 0 and the result infinite.
         """
         if self._odds is None or self._odds[0] is not token:
             index = token.unsqueeze(-1)
@@ -147,8 +147,8 @@ def _clamped(log_odds: Numbers) -> Numbers:
 
 
 def logit_of_log(log_prob: Numbers) -> Numbers:
-    """log(q / (1 - q)), within ±16, of log q <= 0. Near q = 1 its error is the relative error of log q, which is small
-    for a stored `log_token_prob`, but not for the difference of two larger numbers in float32.
+    """log(q / (1 - q)), within ±16, of log q <= 0. Near q = 1 its error is the relative error of log q, which is
+    small for a stored `log_token_prob`, but not for the difference of two larger numbers in float32.
     """
     log_prob = log_prob.clamp(max=0.0)
     return _clamped(log_prob - torch.log(-torch.expm1(log_prob)))

@@ -4,9 +4,9 @@ Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i).
 *residual* token, drawn from norm(max(0, p_i - q_i)); after full acceptance the *bonus* token, drawn from p_{K+1}. Each
 emitted token then has exactly the distribution p, whatever q was, if y_i was drawn from the very q_i that is passed.
 
-At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable token,
-then emit the target's token. `num_accepted`, `next_dist` and `verify` then take logits as q and p (`lm.draws`); the
-other functions take probabilities.
+At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable
+token, then emit the target's token. `num_accepted`, `next_dist` and `verify` then take logits as q and p
+(`lm.draws`); the other functions take probabilities.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -145,8 +145,8 @@ def _widened(q: Float[Tensor, " draft_vocab"], width: int) -> Float[Tensor, " vo
 
 
 def verify_tree(tree: Tree, p: Rows, draws: Sampler) -> tuple[list[int], int]:
-    """One verification of a tree (EAGLE-2, arXiv 2406.16858; SpecInfer, 2305.09781): (the accepted nodes, from the
-    root's child on; the token after them).
+    """One verification of a tree (EAGLE-2, arXiv 2406.16858; SpecInfer, 2305.09781): (the accepted nodes, from
+    the root's child on; the token after them).
 
     From the root on, with p the target's distribution after the node, for the node's children x in turn, each with a
     fresh uniform r: move to x if r <= p(x); else p(x) <- 0, and p is renormalised. If every child is rejected, the next
@@ -155,8 +155,8 @@ def verify_tree(tree: Tree, p: Rows, draws: Sampler) -> tuple[list[int], int]:
     alone. The candidates are then a function of the text, so a policy may look at them (unlike law 4.3's chains).
 
     At temperature 0 this is the longest path of the target's most probable tokens, then the target's own token.
-    `p`: the target's distributions after the text, and after each node. ValueError: the row of the next token is not
-    finite.
+    `p`: the target's distributions after the text, and after each node. ValueError: the row of the next token is
+    not finite.
     """
     path: list[int] = []
     node = ROOT

@@ -1,14 +1,14 @@
 """The batch rule of law 4.13 in a running engine, with costs and lambda (tokens per second) that are measured.
 
-A draft step computes all rows of the batch, including those that have stopped. The first step always runs, because it
-updates the draft's cache. Another step for the rows under the batch rule therefore costs
+A draft step computes all rows of the batch, including those that have stopped. The first step always runs,
+because it updates the draft's cache. Another step for the rows under the batch rule therefore costs
 
     lambda * (t_target(m + rows that continue) - t_target(m) + t_draft(rows of the batch))
 
-without t_draft if the step is the first of the round, or runs anyway for a row with another policy. t_draft is the time
-between two steps of a round; t_target is the rest of the time between the starts of two rounds. lambda follows from
-both curves and the number of generated tokens, and is at least the target's own throughput. Until both curves are
-measured, all rows continue.
+without t_draft if the step is the first of the round, or runs anyway for a row with another policy. t_draft is
+the time between two steps of a round; t_target is the rest of the time between the starts of two rounds. lambda
+follows from both curves and the number of generated tokens, and is at least the target's own throughput. Until
+both curves are measured, all rows continue.
 
 Measurements decay: a time's weight by `_MEMORY` with each new one, tokens and seconds per row, so that lambda adapts at
 once when rows join or leave. After `_PROBE_EVERY` rounds without a second step, one round drafts further to measure it.

@@ -1,14 +1,14 @@
-"""Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws 4.3,
-4.13).
+"""Requests of a serving engine that draft in lockstep, each with its own policy and its own draft length (laws
+4.3, 4.13).
 
-An engine drafts for its whole batch at once: in each draft step of a round, every row gets a token. A *lane* has the
-policy state of one request. After each step `Lanes` decides which rows continue; the engine ends the round once none
-does. Tokens that a row draws after its lane has stopped are discarded without being read (law 4.3). Between rounds,
-requests can join, leave, wait and return.
+An engine drafts for its whole batch at once: in each draft step of a round, every row gets a token. A *lane* has
+the policy state of one request. After each step `Lanes` decides which rows continue; the engine ends the round
+once none does. Tokens that a row draws after its lane has stopped are discarded without being read (law 4.3).
+Between rounds, requests can join, leave, wait and return.
 
-Policies get the same inputs as from `decode.loop.drafter`, with one exception: an engine reveals whether a token was
-accepted, not its acceptance probability, so feedback is 1 or 0, which is right on average and exact at temperature 0.
-Rows whose policy has a batch rule (`auto`) are decided together by `serve.controller`.
+Policies get the same inputs as from `decode.loop.drafter`, with one exception: an engine reveals whether a token
+was accepted, not its acceptance probability, so feedback is 1 or 0, which is right on average and exact at
+temperature 0. Rows whose policy has a batch rule (`auto`) are decided together by `serve.controller`.
 """
 
 from collections.abc import Container, Sequence
@@ -58,8 +58,8 @@ class Lane:
             self.tokens.append(token)
 
     def end(self, verified: Sequence[int], num_accepted: int) -> bool:
-        """Report the round's outcome to the policy, and return True; False if the draft was not verified, since the
-        request had to wait.
+        """Report the round's outcome to the policy, and return True; False if the draft was not verified, since
+        the request had to wait.
         """
         is_unverified = list(verified) != self.tokens[: len(verified)] or bool(self.tokens and not verified)
         was_verified = self._is_open and not is_unverified

@@ -1,15 +1,15 @@
 """Law 4.12: a drafter whose proposals a second model has already verified, so that drafters can be nested.
 
-One draft is a sequence of inner rounds, each of them law 4.2 one level down: `model` verifies what the inner drafter
-proposes, and full acceptance yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed nothing, that
-token is always drawn: plain drafting by `model`.
+One draft is a sequence of inner rounds, each of them law 4.2 one level down: `model` verifies what the inner
+drafter proposes, and full acceptance yields a free token, if `InnerRounds.bonus`. If the inner drafter proposed
+nothing, that token is always drawn: plain drafting by `model`.
 
-A token that leaves an inner round has the distribution q of `model`, so the outer verification sees an ordinary draft.
-The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted position. Tokens
-after a stop are dropped unseen.
+A token that leaves an inner round has the distribution q of `model`, so the outer verification sees an ordinary
+draft. The stops are legal (law 4.3): the policy of this level sees the signals of `model` at each emitted
+position. Tokens after a stop are dropped unseen.
 
-HSDDW (Syu & Lee, Findings of NAACL 2025) has micro, draft and target. Micro and draft stop by `SelfVerify`, and propose
-at most `window` tokens (K) at a time:
+HSDDW (Syu & Lee, Findings of NAACL 2025) has micro, draft and target. Micro and draft stop by `SelfVerify`, and
+propose at most `window` tokens (K) at a time:
 
     pre-verify                   the micro drafts K tokens, the draft verifies them in one forward and then drafts K
                                  tokens alone
@@ -76,8 +76,8 @@ class PreVerifiedDrafter(PolicyDrafter):
         rounds: InnerRounds | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`model` verifies what `inner` proposes, any drafter, and its signals and hidden states show `policy` when
-        this level stops. `rounds` are by default those of full HSDDW.
+        """`model` verifies what `inner` proposes, any drafter, and its signals and hidden states show `policy`
+        when this level stops. `rounds` are by default those of full HSDDW.
         """
         super().__init__(model, policy, vocab_size=vocab_size)
         self.inner = inner
@@ -145,8 +145,8 @@ def hsddw(
 ) -> PreVerifiedDrafter:
     """The drafter of one of HSDDW's configurations, whose policies `policies` replace: (micro's, draft's).
 
-    The paper's micro is a 68M Llama, and its draft Llama-2 7B. `window` is K, the maximum number of tokens that a level
-    drafts at a time; `bonus` is as in `InnerRounds`.
+    The paper's micro is a 68M Llama, and its draft Llama-2 7B. `window` is K, the maximum number of tokens that a
+    level drafts at a time; `bonus` is as in `InnerRounds`.
     """
     if configuration not in CONFIGURATIONS:
         raise ValueError(f"configuration is {configuration!r}; one of {', '.join(CONFIGURATIONS)}")

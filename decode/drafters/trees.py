@@ -1,15 +1,15 @@
 """Drafts that are trees: an ordinary policy stops them by what it sees along the best path.
 
-At every level the best candidate has the largest sum of log q. The policy sees the draft steps of its path as if they
-were a chain; if another path takes the lead, it sees that one from its beginning. If `after` says stop, this level is
-the last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels. `read_every` = 2
-checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does not say whose entropy
-it reads in a tree; here it is the best path's.
+At every level the best candidate has the largest sum of log q. The policy sees the draft steps of its path as if
+they were a chain; if another path takes the lead, it sees that one from its beginning. If `after` says stop, this
+level is the last; if `stop_before` does, the level is dropped, its forward paid; `limit` is a number of levels.
+`read_every` = 2 checks for a stop only after every second level, as SVIP's paper does on EAGLE-2. The paper does
+not say whose entropy it reads in a tree; here it is the best path's.
 
 The candidates depend only on the text, so a stop may depend on their values. They are numbered as they are made,
-parents first, and expanded ones are fed to the draft. Those to verify are selected at the end; since no child is more
-probable than its parent, they form a tree. Candidate heads are for trees (law 4.8b); fed-time and drawn-time heads
-overestimate survival here.
+parents first, and expanded ones are fed to the draft. Those to verify are selected at the end; since no child is
+more probable than its parent, they form a tree. Candidate heads are for trees (law 4.8b); fed-time and drawn-time
+heads overestimate survival here.
 
 EAGLE-2 (arXiv 2406.16858; `topK_genrate` of SafeAILab/EAGLE at cb7e084): every level offers the `width` most probable
     children of each expanded node; of these the `width` best by the sum of log q along their path are expanded next; of

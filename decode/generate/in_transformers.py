@@ -1,9 +1,9 @@
-"""Speculative decoding inside transformers: `target.generate(**inputs, custom_generate=decode.speculative_generate,
-draft_model=draft)`.
+"""Speculative decoding inside transformers: `target.generate(**inputs,
+custom_generate=decode.speculative_generate, draft_model=draft)`.
 
-The GenerationConfig means what it means in plain `generate`: processors and warpers arrive as one list and are applied
-to target and draft, each position with the tokens before it, drafted ones included. So the output has the distribution
-of `generate` without a draft (docs/transformers.md, also on greedy output in bfloat16).
+The GenerationConfig means what it means in plain `generate`: processors and warpers arrive as one list and are
+applied to target and draft, each position with the tokens before it, drafted ones included. So the output has the
+distribution of `generate` without a draft (docs/transformers.md, also on greedy output in bfloat16).
 
     same as in generate   EOS ids, `max_new_tokens`, `min_new_tokens`, `max_time`, and custom processors and stopping
                           criteria, which are called token by token. Criteria get scores=None, as from `generate` unless

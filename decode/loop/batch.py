@@ -98,8 +98,8 @@ class Batch:
         return [Generation.of(rounds) for rounds in self._rounds]
 
     def __iter__(self) -> Iterator[BatchRound]:
-        """Decode all prompts, as many at once as there are rows; the rest wait in order. A second iteration continues
-        where the first one ended.
+        """Decode all prompts, as many at once as there are rows; the rest wait in order. A second iteration
+        continues where the first one ended.
         """
         while True:
             free = [sequence for sequence in self._sequences if sequence.number is None]

@@ -86,9 +86,9 @@ class SpeculativeDecoder:
         """Decode `batch_size` prompts at a time (law 4.13), round by round: iterate over it, once; then it has a
         generation per prompt. A prompt replaces a sequence that has ended.
 
-        `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each in
-        turn, whatever the batch size. ValueError as `generate`, for a drafter of several models, and for a model whose
-        cache cannot roll back single sequences.
+        `max_new_tokens` is the limit of all prompts, or one for each. A `torch.Generator` seeds the draws of each
+        in turn, whatever the batch size. ValueError as `generate`, for a drafter of several models, and for a
+        model whose cache cannot roll back single sequences.
         """
         drafter = self._batch_drafter()
         [num_rows] = integers_of(batch_size, "batch_size")

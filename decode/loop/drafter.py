@@ -88,8 +88,8 @@ class PolicyDrafter:
 
     def __init__(self, model: PreTrainedModel | DraftModel, policy: Policy, *, vocab_size: int | None = None) -> None:
         """Args:
-        model: a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.FeatureModel`) reads the target
-            that verifies, and drafts nothing until the target has read the prompt.
+        model: a `PreTrainedModel` is wrapped in a `CachedModel`. A feature draft (`lm.FeatureModel`) reads the
+            target that verifies, and drafts nothing until the target has read the prompt.
         policy: when to stop (law 4.3).
         vocab_size: `Pair.vocab_size` if the model's logits are wider than the tokenizer.
         """

@@ -22,8 +22,8 @@ _MAX_NEW = 4096
 
 
 class Session:
-    """State that one generation shares with its drafters. As a context manager it keeps other generations from the
-    models that it takes until it ends.
+    """State that one generation shares with its drafters. As a context manager it keeps other generations from
+    the models that it takes until it ends.
     """
 
     is_open = False
@@ -40,8 +40,8 @@ class Session:
         prompt_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
     ) -> None:
-        """`draws` are replaced by `GreedySampler` at temperature 0; every model must have an embedding for each id of
-        the prompt, and makes room for it and `max_new_tokens`.
+        """`draws` are replaced by `GreedySampler` at temperature 0; every model must have an embedding for each
+        id of the prompt, and makes room for it and `max_new_tokens`.
         """
         self.num_prompt = len(prompt_ids)
         self.num_tokens = self.num_prompt + max_new_tokens
@@ -62,8 +62,8 @@ class Session:
         self.models.clear()
 
     def take(self, model: DraftModel, role: str, *, verifies: bool = False) -> None:
-        """Take a model and empty its cache; the target first, and every model that `verifies` before those below it.
-        ValueError, by its `role`, for a model that this module refuses.
+        """Take a model and empty its cache; the target first, and every model that `verifies` before those below
+        it. ValueError, by its `role`, for a model that this module refuses.
         """
         self.check(model, role)
         if model.num_logits > self._num_drafted:

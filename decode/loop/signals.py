@@ -1,5 +1,5 @@
-"""What a policy sees of one draft step (law 4.3): signals of the distribution q_i and of its token y_i (`lm.signals`),
-and the scores of heads.
+"""What a policy sees of one draft step (law 4.3): signals of the distribution q_i and of its token y_i
+(`lm.signals`), and the scores of heads.
 
 Every head reads the hidden state that produced q_i, which is the state after y_{i-1}. The timings differ in scalars:
 

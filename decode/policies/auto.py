@@ -1,22 +1,22 @@
 """Law 4.11: the threshold that needs no tuning.
 
-Maximising tokens per second is a renewal-reward problem, and a further token has the price lambda * (t_draft + slope of
-t_target(k)). The draft continues while S * g(a) >= price, where
+Maximising tokens per second is a renewal-reward problem, and a further token has the price lambda * (t_draft +
+slope of t_target(k)). The draft continues while S * g(a) >= price, where
 
     S   calibrated probability that all drafted tokens survive; with a fed-time head, all but the newest
     a   the newest score in S
     g   the *index*: the highest cost per unit of S at which one more token pays, if drafting may continue after it:
         max over stopping times n >= 1 of E[tokens that verification will add within n steps] / E[n], given a and S = 1
 
-A prefix head gives a before the draw, when the forward is already paid. The rule then decides twice. Before the draw it
-stops if the token is not worth its own verification, S * a < lambda * slope of t_target(k). After the draw it stops as
-above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their ratio, so one g serves
-every hardware: `evaluation.tuning.rule` solves for it on a trace. Here g is a line. Before a fed-time head has scored a
-token, first_index replaces it.
+A prefix head gives a before the draw, when the forward is already paid. The rule then decides twice. Before the
+draw it stops if the token is not worth its own verification, S * a < lambda * slope of t_target(k). After the
+draw it stops as above. Where scores form a Markov chain this rule is optimal. S and the price enter only by their
+ratio, so one g serves every hardware: `evaluation.tuning.rule` solves for it on a trace. Here g is a line. Before
+a fed-time head has scored a token, first_index replaces it.
 
-lambda is `throughput`; with `is_online` it is N / T of the generation so far, plus 256 tokens at that throughput. It is
-at least 1 / t_target(0), the target's own. A round drafts nothing while `AutoState.profit` is negative, since the
-target alone is then faster; every `probe_every` rounds it drafts in any case.
+lambda is `throughput`; with `is_online` it is N / T of the generation so far, plus 256 tokens at that throughput.
+It is at least 1 / t_target(0), the target's own. A round drafts nothing while `AutoState.profit` is negative,
+since the target alone is then faster; every `probe_every` rounds it drafts in any case.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -70,8 +70,8 @@ class Auto(ScoringPolicy):
         t_target_s: of a verification without a draft, t_target(0).
         t_verify_s: that each drafted token adds to it, the slope of t_target(k) from k = 1 on.
         t_start_s: that verifying any draft adds, so that t_target(k) is the sum of the three.
-        throughput: lambda in tokens per second, as `evaluation.tuning.rule` finds it on a trace; None: that of the best
-            fixed length, if every token were accepted with probability `next_mean`.
+        throughput: lambda in tokens per second, as `evaluation.tuning.rule` finds it on a trace; None: that of
+            the best fixed length, if every token were accepted with probability `next_mean`.
         is_online: learn lambda in each generation.
         next_mean: mean acceptance of a token that follows an accepted one.
         index_offset: g(0).
@@ -193,8 +193,8 @@ def prior_of(acceptance: Number, cost: Number, start: Number = 0.0) -> tuple[Num
 
     throughput(k) = (1 + m + ... + m^k) / (1 + s + k c)          profit(k) = m + ... + m^k - s - k c
 
-    m is `acceptance`; c, `cost`, and s, `start`, are the seconds of one more drafted token and those of a drafting
-    round that do not depend on k, both over t_target(0).
+    m is `acceptance`; c, `cost`, and s, `start`, are the seconds of one more drafted token and those of a
+    drafting round that do not depend on k, both over t_target(0).
     """
     accepted = acceptance
     power = acceptance

@@ -98,8 +98,8 @@ class Policy:
     ranges: ClassVar[tuple[tuple[str, float, float], ...]] = ()
     """(parameter, least value, largest value); a parameter whose default is an int takes whole numbers."""
     is_trained: ClassVar[bool] = False
-    """Whether a policy that is written module:Class reads a network that was trained, so that an evaluation does not
-    call it training-free.
+    """Whether a policy that is written module:Class reads a network that was trained, so that an evaluation does
+    not call it training-free.
     """
     heads: tuple[Head, ...] = ()
     """The heads whose scores it reads, at most one of each `timing_of`."""
@@ -243,8 +243,8 @@ class PolicyRun:
         *,
         rejected_entropy: float | None = None,
     ) -> None:
-        """Report a round's verification: acceptance probabilities of the first tokens, as far as they are known, and
-        H(q) at the first rejected token (None: as the policy saw it).
+        """Report a round's verification: acceptance probabilities of the first tokens, as far as they are known,
+        and H(q) at the first rejected token (None: as the policy saw it).
         """
         if rejected_entropy is None:
             rejected_entropy = self.steps[num_accepted][1].entropy if num_accepted < num_drafted else 0.0

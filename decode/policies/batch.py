@@ -3,13 +3,13 @@
     t_draft(n)    a draft step of n sequences            t_target(m)    a verification of m tokens, one of each sequence
                   among them
 
-With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens drafted so
-far, those sequences continue that together gain most from one more step:
+With lambda the batch's tokens per second, worth_r = S_r * g(a_r) (as in `decode.policies.auto`) and m tokens
+drafted so far, those sequences continue that together gain most from one more step:
 
     the G of the largest  sum over r in G of worth_r - lambda * (t_target(m + |G|) - t_target(m) + t_draft(|G|)) >= 0
 
-A stopped sequence stays stopped until the next round. So the tokens of one sequence decide whether another continues to
-draft, never whether a drawn token is verified: law 4.3 holds.
+A stopped sequence stays stopped until the next round. So the tokens of one sequence decide whether another
+continues to draft, never whether a drawn token is verified: law 4.3 holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from decode.policies.scores import ScoringPolicy
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by a number of sequences or tokens: linear between points, constant before the first, and after the last
-    point with the slope of the last segment.
+    """Seconds by a number of sequences or tokens: linear between points, constant before the first, and after the
+    last point with the slope of the last segment.
     """
 
     numbers: tuple[float | int, ...]

@@ -1,7 +1,7 @@
 """Rules by which engines end a draft, as their sources have them; `flags` chooses their settings.
 
-They compete only where they are named (`--policy llama_cpp:n_max=8,p_min=0.6`). A stop costs them nothing: it is part
-of the engine's own draft step (law 4.9), hence the empty `stop_kind`.
+They compete only where they are named (`--policy llama_cpp:n_max=8,p_min=0.6`). A stop costs them nothing: it is
+part of the engine's own draft step (law 4.9), hence the empty `stop_kind`.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from decode.policies.plain import ProductPolicy, heuristic_length
 class LlamaCpp(Policy):
     """llama.cpp's drafting from a draft model (0.5.0-dev of 2026-10-01, `common/speculative.cpp`, draft-simple).
 
-    At most `n_max` tokens, and at least 1; the draft ends before a token whose probability is below `p_min`, after its
-    forward was paid. The token is the likeliest one, and its probability is that among the ten likeliest, since the
-    draft's sampler is top-k 10 alone: at temperature 1, not cumulative along the draft. Its minimum length, n-min,
-    exists only in replay (`evaluation.flags.engines.ShortDrafts`).
+    At most `n_max` tokens, and at least 1; the draft ends before a token whose probability is below `p_min`,
+    after its forward was paid. The token is the likeliest one, and its probability is that among the ten
+    likeliest, since the draft's sampler is top-k 10 alone: at temperature 1, not cumulative along the draft. Its
+    minimum length, n-min, exists only in replay (`evaluation.flags.engines.ShortDrafts`).
 
     Departure: an end-of-text token ends the draft; llama.cpp drafts beyond it, which verification never reaches.
     """
@@ -76,8 +76,8 @@ class Assisted(Policy):
 
 @dataclass(frozen=True)
 class DSparkConfidence(ProductPolicy):
-    """Stop before the first position where a DSpark draft's own confidence is below `min_confidence`, perhaps before
-    any token (DeepSpec at afdfa7c, `eval/dspark/draft_ops.py`).
+    """Stop before the first position where a DSpark draft's own confidence is below `min_confidence`, perhaps
+    before any token (DeepSpec at afdfa7c, `eval/dspark/draft_ops.py`).
 
     The confidence is known before the token is drawn (B in law 4.3). TensorRT-LLM's default is 0, which keeps the whole
     block. With `is_product` the product of the confidences along the block is compared, which predicts its survival.

@@ -22,10 +22,10 @@ class HeadPolicy(ScoringPolicy):
     max_rejection_prob. A prefix head stops before that token, which is then not drawn (B in law 4.3).
 
     Attributes, beside those of `ScoringPolicy`:
-        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject weight
-            6. For the rule without a threshold see `head_policy`.
-        is_calibrated: whether the threshold is on calibrated probabilities, as those that `tune` chooses are but for
-            SpecDec++'s own heads.
+        max_rejection_prob: the threshold; 0.7 in the paper, on raw probabilities of a head trained with reject
+            weight 6. For the rule without a threshold see `head_policy`.
+        is_calibrated: whether the threshold is on calibrated probabilities, as those that `tune` chooses are but
+            for SpecDec++'s own heads.
         is_learning: None: as False.
         keeps_newest: a prefix head draws that token all the same, keeps it and stops after it (A in law 4.3).
     """
@@ -110,8 +110,8 @@ def head_policy(
     keeps_newest: bool = False,
 ) -> HeadPolicy | Auto:
     """The `HeadPolicy` of these parameters; or for the threshold "auto" the rule of law 4.11, with the times that
-    `evaluation tune` wrote into the head's config. That rule reads calibrated probabilities, and it learns if it can,
-    unless `is_learning` is False.
+    `evaluation tune` wrote into the head's config. That rule reads calibrated probabilities, and it learns if it
+    can, unless `is_learning` is False.
 
     Raises:
         ValueError: nothing was tuned for the head; a threshold that is neither a probability nor "auto".

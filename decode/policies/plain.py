@@ -21,8 +21,8 @@ class FixedLength(Policy):
 
 @dataclass(frozen=True)
 class Heuristic(Policy):
-    """transformers' `num_assistant_tokens_schedule="heuristic"`: after a draft that was accepted whole the length grows
-    by 2, else it falls by 1, to at least 1. It starts at `k`, per generation.
+    """transformers' `num_assistant_tokens_schedule="heuristic"`: after a draft that was accepted whole the length
+    grows by 2, else it falls by 1, to at least 1. It starts at `k`, per generation.
 
     transformers also adds 2 when nothing was drafted at the length limit; here such a round changes nothing.
     """
@@ -49,8 +49,8 @@ def heuristic_length(length: Number, outcome: Outcome) -> Number:
 class TokenProb(Policy):
     """Stop after a token with q(y) < min_token_prob.
 
-    transformers' `assistant_confidence_threshold` (0.4, the token is kept); SWIFT uses 0.8. Departure: q is untruncated
-    at temperature 1, so that the signal means the same under every `Sampling` (greedy included).
+    transformers' `assistant_confidence_threshold` (0.4, the token is kept); SWIFT uses 0.8. Departure: q is
+    untruncated at temperature 1, so that the signal means the same under every `Sampling` (greedy included).
     """
 
     min_token_prob: Number = 0.4
@@ -100,8 +100,8 @@ class MaxProb(Policy):
 class Entropy(Policy):
     """SVIP (arXiv 2411.18462): keep the token, stop after it when sqrt(scale * H(q)) > max_sqrt_entropy.
 
-    The root estimates an upper bound on 1 - acceptance_rate (`data_gen.stats`). The official code has 0.15 and 0.3 as
-    here, which is rho = 1.3; the paper folds the scale into its threshold h.
+    The root estimates an upper bound on 1 - acceptance_rate (`data_gen.stats`). The official code has 0.15 and
+    0.3 as here, which is rho = 1.3; the paper folds the scale into its threshold h.
     """
 
     max_sqrt_entropy: Number = 0.3
@@ -117,8 +117,8 @@ class Entropy(Policy):
 class SelfVerify(Policy):
     """HSDDW's self-verification: keep the token, stop after it when H(q) > tau.
 
-    tau is the running mean, within this generation, of H(q) where the first token of each round was rejected; it starts
-    at `initial` (0 in the paper: drafts of one token until a first rejection).
+    tau is the running mean, within this generation, of H(q) where the first token of each round was rejected; it
+    starts at `initial` (0 in the paper: drafts of one token until a first rejection).
     """
 
     initial: Number = 0.0
@@ -143,9 +143,9 @@ class SelfVerify(Policy):
 class AdaEDL(Policy):
     """AdaEDL (arXiv 2410.18351): stop before drawing when 1 - sqrt(scale * H(q)) < lambda, which follows acceptance.
 
-    After each round: rate <- .5 rate + .5 accepted / drafted; aim = lambda + step if rate < target_rate, lambda if all
-    were accepted at the cap, else lambda - step; lambda <- .9 lambda + .1 aim. The first token of a round is always
-    drafted, so that lambda can recover.
+    After each round: rate <- .5 rate + .5 accepted / drafted; aim = lambda + step if rate < target_rate, lambda
+    if all were accepted at the cap, else lambda - step; lambda <- .9 lambda + .1 aim. The first token of a round
+    is always drafted, so that lambda can recover.
     """
 
     initial_lambda: Number = 0.2

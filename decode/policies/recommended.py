@@ -16,8 +16,8 @@ UNTUNED = {"max_rejection_prob": 0.4, "is_calibrated": True}
 
 
 def read_verdict(directory: Path, heads: Mapping[str, str]) -> dict[str, Any] | None:
-    """The verdict in a run's folder; None if there is none, or if it names a head that is newer or not among `heads`.
-    Its entry `of` has the models and the sampling that it is about.
+    """The verdict in a run's folder; None if there is none, or if it names a head that is newer or not among
+    `heads`. Its entry `of` has the models and the sampling that it is about.
     """
     path = directory / VERDICT
     if not path.is_file():
@@ -52,10 +52,10 @@ def one_head(path: str | Path) -> str | Path:
 
 
 def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, object], str] | None:
-    """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one with
-    the least calibrated KL, as a part of that of the draft's own signal at its timing. Returns its path, settings of
-    its policy beside those that were tuned, and the reason. Candidate heads, which stop trees, are skipped. Only
-    config.json is read.
+    """The tuned head with the largest predicted speed-up on dev over the target alone; if none is tuned, the one
+    with the least calibrated KL, as a part of that of the draft's own signal at its timing. Returns its path,
+    settings of its policy beside those that were tuned, and the reason. Candidate heads, which stop trees, are
+    skipped. Only config.json is read.
 
     Args:
         paths: name of each head -> its directory or hub id.

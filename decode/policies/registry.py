@@ -12,8 +12,8 @@ my_module:Unsure:floor=0.2                  a custom policy: the class of a modu
 
 Of the values, 0.4 is a float, 5 an int and true a bool; names, paths of heads and everything else are strings.
 
-A new built-in policy needs its class, its name in `__all__` (`decode.policies` exports the same names) and its line in
-POLICIES; an engine's rule needs its class in `decode.policies.engines` and its line in RULES.
+A new built-in policy needs its class, its name in `__all__` (`decode.policies` exports the same names) and its
+line in POLICIES; an engine's rule needs its class in `decode.policies.engines` and its line in RULES.
 """
 
 import os

@@ -25,9 +25,9 @@ class ScoreHead:
     """Stands in for a head: its logit is a number that the loop or a trace knows without one."""
 
     score: Literal["perfect", "confidence", "max_prob", "length", "logit_token_prob"]
-    """logit q(y), in the loop and in replay; in replay alone the true acceptance_prob, the output of a DSpark draft's
-    own head, logit(max_v q(v)), from which vLLM's adaptive verification estimates it, or the length that AdaFlash's
-    head predicts.
+    """logit q(y), in the loop and in replay; in replay alone the true acceptance_prob, the output of a DSpark
+    draft's own head, logit(max_v q(v)), from which vLLM's adaptive verification estimates it, or the length that
+    AdaFlash's head predicts.
     """
     timing: str = "prefix"
     calibration_shift: float = 0.0
@@ -104,8 +104,8 @@ class ScoringPolicy(Policy):
         """The newest acceptance probability that the head predicts. A drawn-time head predicts it of the drawn token, a
         prefix head of that token or, before the draw, of the next one, and a fed-time head of the token before.
 
-        `signals` are those after the draw, or before it; `learned` is the state of `decode.policies.learning`, by which
-        the token is scored if the policy learns.
+        `signals` are those after the draw, or before it; `learned` is the state of `decode.policies.learning`, by
+        which the token is scored if the policy learns.
         """
         if self.is_learning:
             return score_of(learned.weights, self._inputs(signals))

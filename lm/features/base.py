@@ -43,8 +43,8 @@ class FeatureDraft(nn.Module):
     def __init__(
         self, config: PreTrainedConfig, *, has_embedding: bool, has_head: bool, rotary: nn.Module | None = None
     ) -> None:
-        """`config` is of the draft's layer, with the target's vocabulary. Without `has_embedding` or `has_head` the
-        target's input embeddings or LM head are used; `rotary` None: Llama's.
+        """`config` is of the draft's layer, with the target's vocabulary. Without `has_embedding` or `has_head`
+        the target's input embeddings or LM head are used; `rotary` None: Llama's.
         """
         super().__init__()
         config._attn_implementation = "sdpa"
@@ -56,8 +56,8 @@ class FeatureDraft(nn.Module):
         # other families have all keys that Llama's reads
         self.rotary_emb = LlamaRotaryEmbedding(config) if rotary is None else rotary  # type: ignore[arg-type]
         self.register_buffer("target_ids", None, persistent=False)
-        # Once bound, the target's input embeddings and LM head. A tuple hides them from torch, which would otherwise
-        # move, save and count them with the draft.
+        # Once bound, the target's input embeddings and LM head. A tuple hides them from torch, which would
+        # otherwise move, save and count them with the draft.
         self._borrowed: tuple[nn.Module, ...] = ()
 
     @property

@@ -1,6 +1,6 @@
-"""DSpark drafts (arXiv 2607.05147), as DeepSpec has them (github.com/deepseek-ai/DeepSpec): a block of tokens from one
-forward. DFlash is the same without a Markov head. Where `sample_from_anchor` is false, h_0 is dropped: h_{i+1} gives
-x_{i+1}.
+"""DSpark drafts (arXiv 2607.05147), as DeepSpec has them (github.com/deepseek-ai/DeepSpec): a block of tokens
+from one forward. DFlash is the same without a Markov head. Where `sample_from_anchor` is false, h_0 is dropped:
+h_{i+1} gives x_{i+1}.
 
 With the anchor x_0, the newest token of the text, state i of a block gives x_{i+1}:
 
@@ -85,10 +85,10 @@ class DSpark(FeatureDraft):
     """DSpark's own acceptance head, a prefix head of depth 0 (law 4.8c); None: it has none."""
 
     def __init__(self, config: Qwen3Config, *, has_embedding: bool = True, has_head: bool = True) -> None:
-        """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1 its
-        embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`, `enable_confidence_head`,
-        `confidence_head_with_markov`; `sample_from_anchor` is true where absent. `window_mask` says what `layer_types`
-        with sliding_attention see.
+        """`config`: Qwen3's keys, and `block_size`, `target_layer_ids` (0 is after the target's first layer, -1
+        its embedding), `mask_token_id`, `markov_rank` (0: no Markov head), `markov_head_type`,
+        `enable_confidence_head`, `confidence_head_with_markov`; `sample_from_anchor` is true where absent.
+        `window_mask` says what `layer_types` with sliding_attention see.
         """
         super().__init__(config, has_embedding=has_embedding, has_head=has_head)
         size = config.hidden_size
@@ -144,8 +144,8 @@ class DSpark(FeatureDraft):
     def on_text(
         self, features: Float[Tensor, "batch token feature"], tokens: Int[Tensor, "batch token"], positions: Positions
     ) -> Blocks:
-        """The states of blocks of whole texts, as training needs them; a block sees only the text before its anchor.
-        `positions` are those of the anchors.
+        """The states of blocks of whole texts, as training needs them; a block sees only the text before its
+        anchor. `positions` are those of the anchors.
         """
         cache = DynamicCache()  # gradients pass through what it holds
         self.remember(features, cache)
@@ -207,8 +207,8 @@ def block_mask(positions: Positions, num_text: int, block_size: int) -> Masks:
 def window_mask(config: Qwen3Config, positions: Positions, num_text: int) -> Masks:
     """Mask of what a sliding layer may see of a text and of all blocks, beside the block's own limits.
 
-    A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`, each of
-    its tokens sees so many up to itself (SpecForge). Inside a block a token sees later ones only with
+    A block sees the last `sliding_window` tokens before its anchor (speculators); with `window_follows_token`,
+    each of its tokens sees so many up to itself (SpecForge). Inside a block a token sees later ones only with
     `sliding_window_non_causal`.
     """
     assert config.sliding_window is not None, "loading refuses sliding layers without a window"

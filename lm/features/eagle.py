@@ -1,8 +1,8 @@
-"""EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): a layer that reads the target's features,
-perhaps with ordinary layers after it.
+"""EAGLE-1/2 and EAGLE-3 drafts (arXiv 2401.15077, 2406.16858, 2503.01840): a layer that reads the target's
+features, perhaps with ordinary layers after it.
 
-Entry t represents token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its output
-gives q(x_{t+2}):
+Entry t represents token x_{t+1} and has position t. It reads the token's embedding and a state s_t, and its
+output gives q(x_{t+2}):
 
     EAGLE-1/2   f_{t+1} = layer(fc[embed(x_{t+1}); s_t])      q = softmax(head f)         (no norm before or after)
     EAGLE-3     a_{t+1} = layers([norm(embed(x_{t+1})); norm(s_t)]), residual s_t         q = softmax(head norm(a))

@@ -1,10 +1,10 @@
 """8-bit matrices for feature drafts: a draft step on a CPU mostly reads matrices, which are then half the size of
 bfloat16's.
 
-W8A16, symmetric, rounded to nearest, with a scale per row: w_ij ≈ s_i q_ij with s_i = max_j |w_ij| / 127 and q_ij a
-whole number from -127 to 127. torchao's `Int8WeightOnlyConfig` (0.18) gives the same numbers, but is slower than
-bfloat16 on a CPU (5.5 ms against 3.0). torch's own kernel is called where it is faster: for the few rows of a draft, in
-bfloat16 on a CPU. Elsewhere 8 bits only save memory.
+W8A16, symmetric, rounded to nearest, with a scale per row: w_ij ≈ s_i q_ij with s_i = max_j |w_ij| / 127 and q_ij
+a whole number from -127 to 127. torchao's `Int8WeightOnlyConfig` (0.18) gives the same numbers, but is slower
+than bfloat16 on a CPU (5.5 ms against 3.0). torch's own kernel is called where it is faster: for the few rows of
+a draft, in bfloat16 on a CPU. Elsewhere 8 bits only save memory.
 """
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _LEVELS = 127
-# Rows up to which torch's kernel is faster than a product with the restored matrix (9 million weights, one core with
-# AMX: one row 1.4 ms, four 1.8, eight 3.0, restored 5.4; bfloat16 2.8 to 3.0).
+# Rows up to which torch's kernel is faster than a product with the restored matrix (9 million weights, one core
+# with AMX: one row 1.4 ms, four 1.8, eight 3.0, restored 5.4; bfloat16 2.8 to 3.0).
 _MAX_ROWS = 16
 # torch's kernel reads so many columns at once and does not check for the end: other widths must not reach it
 _LANES = 16

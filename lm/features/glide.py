@@ -1,12 +1,12 @@
-"""GliDe's draft (arXiv 2402.02082): a small decoder with its own embeddings, whose layers also attend to the target's
-cache.
+"""GliDe's draft (arXiv 2402.02082): a small decoder with its own embeddings, whose layers also attend to the
+target's cache.
 
     h ← h + self_attn(norm h)      h ← h + cross_attn(h)      h ← h + mlp(norm h)
 
-Cross-attention has its own queries, and the keys and values that the target has cached, RoPE included. Its input is not
-normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads target layer
-L - D + j. The newest token is not in the target's cache yet: a query sees what the last verification left there.
-Training hides as much (`delayed`).
+Cross-attention has its own queries, and the keys and values that the target has cached, RoPE included. Its input
+is not normed, its queries are rotated with base 10,000 whatever the target's, and draft layer j of D reads target
+layer L - D + j. The newest token is not in the target's cache yet: a query sees what the last verification left
+there. Training hides as much (`delayed`).
 """
 
 from typing import Any
@@ -108,8 +108,8 @@ class Glide(FeatureDraft):
 
 
 def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
-    """Mask of the target's keys in training: those of the blocks before a token's block, and in the first block all up
-    to the token.
+    """Mask of the target's keys in training: those of the blocks before a token's block, and in the first block
+    all up to the token.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """

@@ -1,7 +1,7 @@
 """Feature drafts from released directories, read strictly and checked to fit the target.
 
-A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a mask
-over the target's ids. Without `lm_head` its rows are the target's own.
+A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry i is i + d2t[i]), and `t2d`, a
+mask over the target's ids. Without `lm_head` its rows are the target's own.
 """
 
 from typing import Any
@@ -23,9 +23,9 @@ _OTHER_TARGET = "use it with the target that it was trained for"
 
 
 def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDraft:
-    """The feature draft in evaluation mode, bound to the target, and on the device of its LM head whatever `device_map`
-    says. ValueError for weights that are pickled, missing, surplus, or of another shape, a draft that does not fit the
-    target, or a quantisation that is not of 8 bits.
+    """The feature draft in evaluation mode, bound to the target, and on the device of its LM head whatever
+    `device_map` says. ValueError for weights that are pickled, missing, surplus, or of another shape, a draft
+    that does not fit the target, or a quantisation that is not of 8 bits.
     """
     if source.quantization not in (None, "8bit"):
         remedy = "of feature drafts it is 8bit or null"

@@ -171,8 +171,8 @@ class GlideModel(FeatureModel):
 
 
 class BlockModel(FeatureModel):
-    """One sequence in a DSpark draft. A block is one forward, from the first token whose features the target has not
-    given; the tokens drawn from it are read by its Markov head alone.
+    """One sequence in a DSpark draft. A block is one forward, from the first token whose features the target has
+    not given; the tokens drawn from it are read by its Markov head alone.
 
     Its cache holds the context (`num_kept` entries) and the block, of which `len` counts the tokens that are read.
     """

@@ -1,8 +1,8 @@
 """Native MTP: the layer for multi-token prediction in a target's own checkpoint, as a feature draft.
 
-Entry t represents token x_{t+1}. It reads the token's embedding and a state s_t: the target's, after its final norm,
-where the target has read the text, and the output of the entry before it deeper in a draft. The one layer is used at
-every depth, as engines do.
+Entry t represents token x_{t+1}. It reads the token's embedding and a state s_t: the target's, after its final
+norm, where the target has read the text, and the output of the entry before it deeper in a draft. The one layer
+is used at every depth, as engines do.
 
     s_{t+1} = norm(layer(W [norm(embed(x_{t+1})); norm(s_t)]))        q(x_{t+2}) = softmax(head s_{t+1})
 
@@ -68,8 +68,8 @@ class Mtp(Eagle):
 
 
 def mtp_of(source: ModelSource, target: PreTrainedModel, dtype: torch.dtype | None) -> Mtp:
-    """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's. ValueError if the checkpoint
-    has none, several, or one that cannot be read or rolled back.
+    """The MTP layer in a target's own checkpoint, on the CPU; `dtype` None: the target's. ValueError if the
+    checkpoint has none, several, or one that cannot be read or rolled back.
     """
     of_target = without_mtp(source)
     refusal = partial(draft_refusal, source.path, remedy="use another draft")

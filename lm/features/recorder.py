@@ -1,9 +1,9 @@
 """Records the states of a target that a feature draft reads: what a verification computes anyway, at no extra forward.
 
-Features follow law 4.5 as the cache does, in a layer of the same kind: one entry for every token that was fed and not
-rolled back. All of them are kept, since a draft may be rolled back far; they take a few percent of the cache's memory.
-A cache may go back further than requested (`lm.cache.Snapshots`) and is then fed some tokens a second time. Until then
-their features stay.
+Features follow law 4.5 as the cache does, in a layer of the same kind: one entry for every token that was fed and
+not rolled back. All of them are kept, since a draft may be rolled back far; they take a few percent of the
+cache's memory. A cache may go back further than requested (`lm.cache.Snapshots`) and is then fed some tokens a
+second time. Until then their features stay.
 """
 
 from contextlib import AbstractContextManager, nullcontext

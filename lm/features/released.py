@@ -1,5 +1,5 @@
-"""A released directory of a feature draft: its layout, its tensors, from safetensors alone, and its config.json, in one
-form for every producer: flat keys, named and counted as DeepSpec and SafeAILab do.
+"""A released directory of a feature draft: its layout, its tensors, from safetensors alone, and its config.json,
+in one form for every producer: flat keys, named and counted as DeepSpec and SafeAILab do.
 
 SafeAILab    Llama's keys with one layer (EAGLE-1/2); `draft_vocab_size`, or "Eagle3" in `architectures` (EAGLE-3)
 SpecForge    EAGLE-3 as SafeAILab's, with layers counted from 0 in `eagle_config`; DFlash and DSpark with their keys in
@@ -70,8 +70,8 @@ class Released:
     """Contents of a released directory: its layout, config.json as flat keys, and every tensor."""
 
     def __init__(self, source: ModelSource) -> None:
-        """Read the directory; ValueError for weights that are pickled alone or cannot be read, a kind of draft that is
-        not read, or rotary embeddings of other families.
+        """Read the directory; ValueError for weights that are pickled alone or cannot be read, a kind of draft
+        that is not read, or rotary embeddings of other families.
         """
         self.path = source.path
         self.layout, self.keys = _read(source)
@@ -164,8 +164,8 @@ def _read(source: ModelSource) -> tuple[str | None, Keys]:
 
 
 def _layout_of(config: Keys) -> tuple[str | None, Keys]:
-    """(eagle3, glide, dspark, or the name of a kind that is not read; flat keys) of a draft's config.json. The name is
-    None if the keys do not decide: an EAGLE-1 draft, or a language model.
+    """(eagle3, glide, dspark, or the name of a kind that is not read; flat keys) of a draft's config.json. The
+    name is None if the keys do not decide: an EAGLE-1 draft, or a language model.
     """
     architectures = str(config.get("architectures"))
     if "speculators_model_type" in config:
@@ -235,8 +235,8 @@ def is_ids(value: object) -> TypeGuard[list[int]]:
 
 
 def released_layout_of(source: ModelSource) -> str | None:
-    """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable. ValueError
-    for a broken config.json, or pickled weights whose names decide the layout.
+    """Layout of a directory or hub repository, by its config.json; None: a language model, or unreadable.
+    ValueError for a broken config.json, or pickled weights whose names decide the layout.
     """
     return _read(source)[0]
 

@@ -1,9 +1,9 @@
 """The plugin's entry point: vLLM calls `register` at the start of each of its processes.
 
-A server without `acceptance_heads` in `--additional-config` is unchanged. With it, the configuration is checked before
-any model is loaded, and an error ends the start with one line that names the flag to set. Stopping per request needs
-synchronous scheduling (the asynchronous scheduler reserves a fixed draft length), the V1 runner (V2 drafts a fixed
-length and trims by the values of drafted tokens) and a single process.
+A server without `acceptance_heads` in `--additional-config` is unchanged. With it, the configuration is checked
+before any model is loaded, and an error ends the start with one line that names the flag to set. Stopping per
+request needs synchronous scheduling (the asynchronous scheduler reserves a fixed draft length), the V1 runner (V2
+drafts a fixed length and trims by the values of drafted tokens) and a single process.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The policies of vLLM's proposer: the requests of its batch and their drafts in the current round.
 
-The runner requests drafts before it updates its records, so a request's record lacks the tokens that the step has just
-sampled; they are counted here from the step's output.
+The runner requests drafts before it updates its records, so a request's record lacks the tokens that the step has
+just sampled; they are counted here from the step's output.
 """
 
 import logging
@@ -51,8 +51,8 @@ class Stops:
         self.lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
 
     def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:
-        """Record a draft step: unscaled logits [rows, vocab], the hidden states [rows, hidden] that gave them, drafted
-        tokens [rows], and the probabilities [rows, vocab] that these were sampled from (None: greedy).
+        """Record a draft step: unscaled logits [rows, vocab], the hidden states [rows, hidden] that gave them,
+        drafted tokens [rows], and the probabilities [rows, vocab] that these were sampled from (None: greedy).
         """
         tokens, signals = self._steps.read(
             self._position,
