@@ -17,9 +17,10 @@ if TYPE_CHECKING:  # those that are not in __all__ are for the project itself
     from decode.drafters.trees import TreeDrafter, dynamic
     from decode.generate.command import complete
     from decode.generate.in_transformers import SpeculativeOutput, speculative_generate
+    from decode.loop.counts import Counts
     from decode.loop.decoder import SpeculativeDecoder
     from decode.loop.drafter import Drafter, ModelDrafter, Proposal
-    from decode.loop.rounds import Counts, Generation, Round
+    from decode.loop.rounds import Generation, Round
     from decode.loop.session import Session
     from decode.policies.base import Policy
     from decode.policies.head import HeadPolicy
@@ -41,7 +42,7 @@ else:
             "Drafter": "decode.loop.drafter",
             "ModelDrafter": "decode.loop.drafter",
             "Proposal": "decode.loop.drafter",
-            "Counts": "decode.loop.rounds",
+            "Counts": "decode.loop.counts",
             "Generation": "decode.loop.rounds",
             "Round": "decode.loop.rounds",
             "Session": "decode.loop.session",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from configs.paths import check_local
 from configs.schema import Config, DataConfig, ModelSource, PromptSource, SamplingConfig
@@ -27,10 +27,13 @@ from decode.policies.registry import policy_of, read_spec
 from heads.model.files import exported_heads, note_on_earlier
 from heads.model.fits import check_fits
 from heads.model.head import AcceptanceHead
-from lm import Pair, Sampling, feature_draft_of, load_pair
+from lm import Sampling
 from lm.features.released import released_layout_of
-from lm.pair import refuse_feature_draft, without_weights
+from lm.folders import num_weights_in
 from store.hub import is_on_disk
+
+if TYPE_CHECKING:  # models take seconds to import, and a replay loads none
+    from lm import Pair
 
 Level = Literal["target", "draft", "micro"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -47,6 +50,8 @@ class Experiment:
     def __init__(self, config: Config, *, needs_micro: bool = False) -> None:
         """`needs_micro`: the command decodes hierarchies; ValueError without a micro model, or with a feature draft."""
         if needs_micro:
+            from lm.pair import refuse_feature_draft
+
             refuse_feature_draft(config.pair)
             if config.pair.micro is None:
                 raise ValueError("pair.micro is not set; set pair.micro.path to a third model, smaller than the draft")
@@ -71,8 +76,10 @@ class Experiment:
         return settled(self._config.data, is_verbose=False)  # `data` has printed it
 
     @cached_property
-    def pair(self) -> Pair:
+    def pair(self) -> "Pair":
         """The loaded models."""
+        from lm import load_pair
+
         return load_pair(self.models)
 
     @cached_property
@@ -82,6 +89,8 @@ class Experiment:
 
     def with_feature_draft(self, path: str) -> "Experiment":
         """This experiment with another draft, which must be a feature draft; the target is not loaded again."""
+        from lm import feature_draft_of
+
         check_local(path, "the path of a feature draft", may_be_on_hub=True)
         source = ModelSource(path=path, dtype=self.models.target.dtype)
         if released_layout_of(source) is None:
@@ -110,8 +119,14 @@ class Experiment:
     def described(self, level: Level) -> dict[str, Any]:
         """Name, revision and fingerprint of one model, without its weights."""
         if level not in self._described:
-            self._described[level] = describe_model(getattr(self.models, level))
+            self._described[level] = describe_model(getattr(self.models, level), known=self._recorded.get(level))
         return self._described[level]
+
+    @cached_property
+    def _recorded(self) -> Mapping[str, Any]:
+        """The manifest of the trace in decode.dir; empty without one."""
+        folder = self.directory / "trace"
+        return read_manifest(folder, command="trace") if (folder / "manifest.json").is_file() else {}
 
     def presume(self, recorded: Mapping[Level, Mapping[str, Any]]) -> None:
         """Assume that missing models are those of a manifest, level -> description, if they have the same names;
@@ -154,6 +169,11 @@ class Experiment:
         """Number of the draft's parameters; only a feature draft is loaded."""
         if self.has_feature_draft:
             return sum(parameter.numel() for parameter in self.pair.drafting.parameters())
+        in_file = num_weights_in(self.models.draft.path)
+        if in_file is not None:
+            return in_file
+        from lm.pair import without_weights
+
         return without_weights(self.models.draft).num_parameters()
 
     @cached_property

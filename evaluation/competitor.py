@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from decode.experiment import Experiment
-from decode.loop.decoder import SpeculativeDecoder
 from decode.policies import HeadPolicy, Policy
 from decode.policies.registry import AUTO_TOKEN_PROB, LOGISTIC, POLICIES, policy_of, registered
 from decode.policies.scores import ScoreHead
@@ -16,6 +15,9 @@ from evaluation.families import ORACLE, PERFECT, SPECDEC
 from evaluation.played import Played
 from evaluation.traces.bounds import Oracle
 from heads.model.head import AcceptanceHead
+
+if TYPE_CHECKING:  # the loop takes seconds to import, and a replay needs none
+    from decode.loop.decoder import SpeculativeDecoder
 
 _HEAD = "head:"
 """How the names of heads' grids begin."""
@@ -29,7 +31,7 @@ class Competitor:
     name: str
     policy: Policy
     settings: tuple[Mapping[str, Any], ...]
-    build: Callable[..., SpeculativeDecoder] | None = None
+    build: "Callable[..., SpeculativeDecoder] | None" = None
     """The loop at a setting, whose parameters are its keywords, of what is more than a policy: a hierarchy, a tree."""
     micro_policy: Policy | None = None
     """Of a hierarchy: the policy that stops the level below the draft."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from evaluation.gain import Throughput
 
 Array = np.ndarray
+_PERCENTILES = (50, 95)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,17 @@ class Played:
         order = self.prompt_of_row.argsort(kind="stable")
         _, starts = np.unique(self.prompt_of_row[order], return_index=True)
         return np.add.reduceat(amounts[:, order], starts, axis=1)
+
+
+def latency_of(played: Played, setting: int = 0) -> dict[str, float]:
+    """Percentiles over the requests of one setting: seconds of a whole request, and until its first token."""
+    assert played.seconds is not None
+    parts = {"request": played.seconds["whole_s"][setting], "first_token": played.seconds["first_token_s"][setting]}
+    return {
+        f"{part}_p{percentile}_s": float(np.percentile(seconds, percentile))
+        for part, seconds in parts.items()
+        for percentile in _PERCENTILES
+    }
 
 
 def joined(every: Sequence[Played]) -> Played:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import isotonic_regression, nnls
 
 from decode.policies.batch import Curve
 
@@ -15,6 +14,8 @@ def least_absolute(
     columns: Float[np.ndarray, "row column"], seconds: Float[np.ndarray, " row"]
 ) -> Float[np.ndarray, " column"]:
     """argmin over times >= 0 of the sum of |seconds - columns @ times|, by reweighted least squares."""
+    from scipy.optimize import nnls  # takes long to import
+
     weights = np.ones_like(seconds)
     for _ in range(_REWEIGHTINGS):
         times, _ = nnls(columns * weights[:, None], seconds * weights)
@@ -25,6 +26,8 @@ def least_absolute(
 
 def rising(seconds: Mapping[int, Sequence[float]]) -> Curve:
     """The medians of the seconds at each number, made monotone: numbers whose medians fall share their mean."""
+    from scipy.optimize import isotonic_regression
+
     numbers = sorted(seconds)
     medians = [float(np.median(seconds[number])) for number in numbers]
     weights = [float(len(seconds[number])) for number in numbers]

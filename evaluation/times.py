@@ -246,7 +246,7 @@ class Times:
         extra_s = np.maximum(0.0, self.target_s(lengths) - self.alone_s)
         start_s = float(extra_s[0])
         slope_s = 0.0
-        if longest > 1:
+        if longest > 1 and extra_s.any():
             columns = np.column_stack([1 / lengths, np.ones(longest)])
             start_s, slope_s = least_absolute(columns, extra_s / lengths).tolist()
         step_s = self.t_draft_s + self.stop_s(stop_kind)

@@ -1,7 +1,13 @@
-"""Directories that hold no model, and why."""
+"""Directories of models, without transformers: why one holds none, and how many weights a file has."""
 
 import json
+import math
 from pathlib import Path
+
+from safetensors import safe_open
+
+_UNPACKED = {"F64", "F32", "F16", "BF16"}
+"""Types of safetensors that hold one weight per number."""
 
 
 def refuse_no_model(path: str) -> None:
@@ -40,3 +46,23 @@ def _base_of(adapter: Path) -> str | None:
     except (ValueError, AttributeError):
         return None
     return None if base is None else str(base)
+
+
+def num_weights_in(path: str) -> int | None:
+    """Number of a local model's weights, from the header of its one weights file. None where the file does not say:
+    shards, packed weights, buffers among them, or an output layer beside the embedding, which may be tied to it.
+    """
+    files = list(Path(path).glob("*.safetensors"))
+    if len(files) != 1:
+        return None
+    total = 0
+    with safe_open(files[0], "np") as opened:
+        names = opened.keys()
+        if any(name.startswith("lm_head") or name.endswith("inv_freq") for name in names):
+            return None
+        for name in names:
+            part = opened.get_slice(name)
+            if part.get_dtype() not in _UNPACKED:
+                return None
+            total += math.prod(part.get_shape())
+    return total

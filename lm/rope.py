@@ -14,9 +14,10 @@ which is the model's context, has its own set of frequencies, so no text may exc
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from transformers import PretrainedConfig, PreTrainedModel
+if TYPE_CHECKING:  # transformers takes long to import
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class RopeSwitch(NamedTuple):
@@ -38,7 +39,7 @@ class RopeSwitch(NamedTuple):
         )
 
 
-def rope_switch_of(model: PreTrainedModel) -> RopeSwitch:
+def rope_switch_of(model: "PreTrainedModel") -> RopeSwitch:
     """How the frequencies of `model` change; ValueError if layers change at different lengths."""
     name = type(model).__name__
     bounds = dict(_bounds(model.config.get_text_config()))
@@ -50,7 +51,7 @@ def rope_switch_of(model: PreTrainedModel) -> RopeSwitch:
     return next((RopeSwitch(name, rope_type, bound) for bound, rope_type in bounds.items()), RopeSwitch(name))
 
 
-def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> bool:
+def refuse_crossing(model: "PreTrainedModel", num_prompt: int, num_fed: int, *, subject: str, remedy: str) -> bool:
     """Raise ValueError if a text of `num_fed` tokens, the first `num_prompt` fed at once, crosses the model's
     bound; else return whether it is long. The message begins with `subject`, which says what has so many tokens.
     """
@@ -61,7 +62,7 @@ def refuse_crossing(model: PreTrainedModel, num_prompt: int, num_fed: int, *, su
     return is_long
 
 
-def _bounds(config: PretrainedConfig) -> Iterator[tuple[int, str]]:
+def _bounds(config: "PretrainedConfig") -> Iterator[tuple[int, str]]:
     """(bound, rope type) of each set of RoPE parameters that has a bound: the model's, or those of its layer types."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, Mapping)]

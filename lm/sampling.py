@@ -10,12 +10,15 @@ whatever the dtype of the logits (float64 on request), and top-p sorts on the CP
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import LongTensor, Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+if TYPE_CHECKING:  # transformers takes long to import, and a replay draws nothing
+    from transformers import LogitsProcessor
 
 Positions = Float[Tensor, "*position vocab"]
 Rows = Float[Tensor, "rows vocab"]
@@ -25,7 +28,7 @@ _NUM_LIKELIEST = 256  # tokens that hold top-p's mass in nearly every distributi
 _MARGIN = 1e-5  # mass around top-p within which the rounding of another order of sums could decide otherwise
 
 
-class QuickTopP(TopPLogitsWarper):
+class QuickTopP:
     """transformers' top-p, bit for bit, from the 256 likeliest tokens if these decide it.
 
     Sorting 49,152 logits takes a core 4 ms, more than a small draft takes for a token; finding 256 takes 0.2 ms.
@@ -33,20 +36,25 @@ class QuickTopP(TopPLogitsWarper):
     the last token kept and the first left out are equally likely.
     """
 
+    def __init__(self, top_p: float) -> None:
+        from transformers import TopPLogitsWarper
+
+        self._exact = TopPLogitsWarper(top_p)
+
     def __call__(self, input_ids: LongTensor | None, scores: Rows) -> Rows:
         is_short = scores.shape[-1] <= 4 * _NUM_LIKELIEST
         if is_short or scores.device.type != "cpu":
-            return super().__call__(input_ids, scores)
+            return self._exact(input_ids, scores)
         likeliest = scores.topk(_NUM_LIKELIEST, dim=-1).values
         probs = (likeliest - scores.logsumexp(-1, keepdim=True)).exp()
         above = probs.cumsum(-1, dtype=torch.float64) - probs
-        num_kept = (above < self.top_p).sum(-1, keepdim=True)
+        num_kept = (above < self._exact.top_p).sum(-1, keepdim=True)
         indices = (num_kept + torch.tensor([-1, 0])).clamp(0, _NUM_LIKELIEST - 1)
         last, first_out = likeliest.gather(-1, indices).split(1, dim=-1)
-        is_clear = ((above - self.top_p).abs() > _MARGIN).all(-1) & (last > first_out).squeeze(-1)
-        masked = scores.masked_fill(scores < last, self.filter_value)
+        is_clear = ((above - self._exact.top_p).abs() > _MARGIN).all(-1) & (last > first_out).squeeze(-1)
+        masked = scores.masked_fill(scores < last, self._exact.filter_value)
         if not is_clear.all():  # NaN is never clear
-            masked[~is_clear] = super().__call__(input_ids, scores[~is_clear])
+            masked[~is_clear] = self._exact(input_ids, scores[~is_clear])
         return masked
 
 
@@ -63,7 +71,6 @@ class Sampling:
     """True when the distribution is softmax(logits) itself."""
     sees_no_tokens: ClassVar[bool]
     """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
-    _warpers: ClassVar[LogitsProcessorList]
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -77,23 +84,31 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
-        warpers = LogitsProcessorList()
+        # computed once, since the loop reads them at every token
+        sees_no_tokens = type(self).processed is Sampling.processed
+        is_plain = self.temperature == 1 and self.top_k is None and self.top_p in (None, 1) and sees_no_tokens
+        flags = {"is_greedy": self.temperature == 0, "is_plain": is_plain, "sees_no_tokens": sees_no_tokens}
+        for name, value in flags.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def _warpers(self) -> "list[LogitsProcessor | QuickTopP]":
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper
+
+        warpers: list[LogitsProcessor | QuickTopP] = []
         if self.temperature not in (0.0, 1.0):
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p is not None and self.top_p < 1.0:
             warpers.append(QuickTopP(self.top_p))
-        # computed once, since the loop reads them at every token
-        sees_no_tokens = type(self).processed is Sampling.processed
-        is_plain = self.temperature == 1 and not warpers and sees_no_tokens
-        flags = {"is_greedy": self.temperature == 0, "is_plain": is_plain, "sees_no_tokens": sees_no_tokens}
-        for name, value in {"_warpers": warpers, **flags}.items():
-            object.__setattr__(self, name, value)
+        return warpers
 
     @classmethod
     def of(cls, processors: Sequence[object]) -> "Sampling | None":
         """The sampling equal to a list of transformers' processors; None if it has others than the three warpers."""
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
         names = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
         kinds = [type(warper) for warper in processors]
         usual = ("filter_value", -torch.inf), ("min_tokens_to_keep", 1)

@@ -18,14 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import safetensors.torch
 from safetensors import safe_open
 from torch import Tensor
 
 from configs.schema import DataConfig
-from data_gen.labels.labeller import Labelled
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS, WEIGHTS, load_prompts, set_of, sources_of, split_by_id, splittable
 from data_gen.responses.exchange import Answers, Exchange, Problem, ShardSpec
@@ -33,6 +32,9 @@ from data_gen.store import rows
 from data_gen.store.manifest import read_manifest
 from data_gen.store.rows import layout_of
 from store.shards import is_whole, read_sidecar, shard_path, sidecar_path, write_shard
+
+if TYPE_CHECKING:  # models take seconds to import
+    from data_gen.labels.labeller import Labelled
 
 _FACTS = Exchange._fields[:5]
 """All fields of an exchange but tensors."""
@@ -139,7 +141,7 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
     return stage in ("respond", "draft") and is_whole(stage_path(spec, data, stage))
 
 
-def write_files(spec: ShardSpec, answers: Answers, labelled: Labelled, data: DataConfig) -> None:
+def write_files(spec: ShardSpec, answers: Answers, labelled: "Labelled", data: DataConfig) -> None:
     """Write the labels and then the rows of a shard, so that rows on disk always have labels; the sidecar of the rows
     has the outcome of every prompt.
     """

@@ -10,13 +10,16 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from configs.hints import meant
 from data_gen.prompts.files import Fields
 from data_gen.prompts.prompt import Prompt, say_once
+
+if TYPE_CHECKING:  # transformers takes long to import
+    from transformers import PreTrainedTokenizerBase
 
 _BELOW = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _WRAPPERS: dict[str, Callable[[str], str]] = {
@@ -41,12 +44,14 @@ class RefusedPromptError(ValueError):
     """The chat template does not take one prompt; others may pass."""
 
 
-def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> list[int]:
+def encode(
+    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template: str, replies: Sequence[str] = ()
+) -> list[int]:
     """Token ids of the conversation up to the target's next reply; `replies` answer the turns before it."""
     return encode_text(render(prompt, tokenizer, template, replies), tokenizer, template)
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
+def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", template: str) -> list[int]:
     """Token ids of a rendered prompt."""
     bare_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if template == "chat":  # which writes the special tokens into the text; with all others the tokenizer adds them
@@ -63,7 +68,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, template: str) ->
     return ids
 
 
-def show_first(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+def show_first(prompts: Iterable[Prompt], tokenizer: "PreTrainedTokenizerBase", template: str) -> None:
     """Print the first prompt that is not empty as the models read it; RefusedPromptError if the chat template refuses
     every prompt.
     """
@@ -79,7 +84,7 @@ def show_first(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, te
         raise refused
 
 
-def line_of_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+def line_of_prompt(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template: str) -> str:
     """A line with the first turn of a prompt as the models read it, special tokens included."""
     ids = encode(prompt, tokenizer, template)
     text = str(tokenizer.decode(ids))
@@ -88,7 +93,7 @@ def line_of_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template:
     return f"one prompt as the models read it, {len(ids)} tokens: {text!r}"
 
 
-def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, replies: Sequence[str] = ()) -> str:
+def render(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", template: str, replies: Sequence[str] = ()) -> str:
     """The text that `encode` tokenizes."""
     if template not in TEMPLATES:
         raise ValueError(f"data.template is {template!r}; {meant(template, TEMPLATES)}")
@@ -104,7 +109,7 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: str, re
     return _llama2(texts, replies, prompt.system, tokenizer)
 
 
-def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[str], replies: Sequence[str]) -> str:
+def _chat(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[str], replies: Sequence[str]) -> str:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "
@@ -152,7 +157,7 @@ def _chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, turns: Sequence[st
     )
 
 
-def _undated(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
+def _undated(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool) -> str:
     """The chat template with a fixed date instead of today's."""
     template = tokenizer.get_chat_template(tools=[] if has_tools else None)
     dated = _TODAY.sub(lambda call: repr(_DATE.strftime(call[2])), template)
@@ -171,7 +176,7 @@ def _undated(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
 
 def _applied(
     messages: list[Fields],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     tools: list[Fields | Callable[..., object]] | None,
     template: str,
 ) -> str:
@@ -187,7 +192,7 @@ def _has_all(text: str, messages: Sequence[Fields]) -> bool:
     return all("".join(message["content"].split()) in solid for message in messages if message["role"] == "user")
 
 
-def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _llama2(texts: Sequence[str], replies: Sequence[str], system: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """[INST] … [/INST] reply </s><s>[INST] … [/INST]; the tokenizer adds the first <s>."""
     bos = tokenizer.bos_token or ""
     eos = tokenizer.eos_token or ""

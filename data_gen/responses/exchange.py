@@ -6,16 +6,18 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema import DataConfig
 from data_gen.prompts.prompt import Prompt, row_id
 from data_gen.prompts.templates import RefusedPromptError, encode_text, render
 from lm.draws import seed_of
+
+if TYPE_CHECKING:  # transformers takes long to import
+    from transformers import PreTrainedTokenizerBase
 
 _MIN_ROWS = 8
 _MAX_ROWS = 32
@@ -143,7 +145,7 @@ class ShardSpec:
 def turns_of(
     spec: ShardSpec,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
     progress: Progress,
     kept: Iterable[Exchange] = (),
@@ -198,7 +200,7 @@ def _request(
     prompt: Prompt,
     name: str,
     earlier: list[Exchange | Problem],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
 ) -> Request | Problem:
     """The request of the turn after the `earlier` ones, or the reason why there is none."""

@@ -24,20 +24,21 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from lm.draws import GENERATOR
 from lm.features.released import MTP, commit_of, released_layout_of, width_of, without_mtp
 from lm.folders import refuse_no_model
-from lm.pair import repository_of
 from store.facts import FileFacts
 from store.json_files import read_json
 from store.shards import sha256_of, write_atomic
+
+if TYPE_CHECKING:  # transformers takes long to import
+    from transformers import PreTrainedTokenizerBase
 
 Manifest = Mapping[str, Any]
 """What manifest.json holds, or part of it."""
@@ -47,16 +48,23 @@ IGNORED_KEYS = ("transformers_version", "_name_or_path")
 """Entries of config.json that say where it was written, not what the model is."""
 
 
-def describe_model(source: ModelSource) -> dict[str, Any]:
-    """Name, revision, commit and hashes of a model; FileNotFoundError if it is not there, ValueError if invalid."""
+def describe_model(source: ModelSource, *, known: Manifest | None = None) -> dict[str, Any]:
+    """Name, revision, commit and hashes of a model; FileNotFoundError if it is not there, ValueError if invalid.
+    `known`: an earlier description, perhaps of the same files, whose config.json is then not parsed again.
+    """
     if (target := without_mtp(source)) != source:  # the target's files hold its MTP layer
         described = describe_model(target)
         return described | {key: f"{described[key]}{MTP}" for key in ("name", "commit", "weights") if described[key]}
     refuse_no_model(source.path)
+    folder = Path(source.path)
+    is_local = folder.is_dir()
+    configs = _configs(folder) if is_local else None
     try:
         width = width_of(source)
-        if width is None:  # no feature draft, of which transformers does not know every layout
-            width = AutoConfig.from_pretrained(source.path, **repository_of(source)).get_text_config().hidden_size
+        if width is None and known and configs and configs == known.get("config"):
+            width = known["hidden_size"]
+        elif width is None:  # no feature draft, of which transformers does not know every layout
+            width = _width_in_transformers(source)
         commit = commit_of(source)
     except OSError as error:
         raise FileNotFoundError(
@@ -66,19 +74,26 @@ def describe_model(source: ModelSource) -> dict[str, Any]:
         raise ValueError(
             f"transformers cannot read config.json of {source.path!r}: {' '.join(str(error).split())}"
         ) from error
-    folder = Path(source.path)
-    is_local = folder.is_dir()
     return {
         "name": folder.name if is_local else source.path,
         "revision": source.revision,
         "commit": commit,
         "weights": _weights(folder) if is_local else None,
-        "config": _configs(folder) if is_local else None,
+        "config": configs,
         "dtype": source.dtype,
         "hidden_size": width,
         # omitted if null, as in manifests written before the setting existed
         **({} if source.quantization is None else {"quantization": source.quantization}),
     }
+
+
+def _width_in_transformers(source: ModelSource) -> int:
+    from transformers import AutoConfig
+
+    from lm.pair import repository_of
+
+    config = AutoConfig.from_pretrained(source.path, **repository_of(source))
+    return int(config.get_text_config().hidden_size)
 
 
 def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
@@ -131,7 +146,7 @@ _REUSE = " (`acceptance-heads responses` exports the existing responses for reus
 
 
 def make_manifest(
-    pair: PairConfig, data: DataConfig, *, tokenizer: PreTrainedTokenizerBase, split: Mapping[str, Any]
+    pair: PairConfig, data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", split: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
     is_served = "server" in (data.source, data.labels)
@@ -267,7 +282,7 @@ def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
             yield f"{key}: {on_disk!r} there, {in_run!r} in this run"
 
 
-def tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_text(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A tokenizer as JSON: all of it, or its vocabulary if it has no serialised form."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))

@@ -1,65 +1,16 @@
-"""Rounds, generations, and what they cost in tokens and forwards (laws 4.2, 4.4, 4.5).
-
-    N_draft + N_target = N + N_discarded            (SpecDec++, arXiv 2405.19715, section 2)
-
-N counts emitted tokens; all others are discarded, also at EOS and at the length limit. Each round asserts that
-N_discarded, which follows from the other three, is what the target's cache drops.
+"""Rounds and generations (laws 4.2, 4.4, 4.5). Each round asserts that N_discarded, which follows from its other counts
+(`decode.loop.counts`), is what the target's cache drops.
 """
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
 
+from decode.loop.counts import Counts
 from decode.loop.drafter import Drafter, Proposal
-from decode.policies.base import Number
 from lm import CachedModel
 from lm.batch import BatchRow
 from lm.masks import ROOT, Tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Totals over rounds, as numbers or as arrays of one number per lane of replay; `+` adds prompts."""
-
-    num_emitted: Number = 0
-    """N, emitted tokens."""
-    num_drafted: Number = 0
-    """N_draft: tokens that the draft proposed; of a tree, every node that is verified."""
-    num_target: Number = 0
-    """N_target: target forwards, which is rounds."""
-    num_accepted: Number = 0
-    """Drafted tokens that were accepted and emitted."""
-    num_draft_forwards: Number = 0
-    """Forwards of the draft (in a hierarchy, of the level below the target): one for each token, block or level of a
-    tree. A stop between a forward and its draw costs one too, as does a token beyond an EOS if it `reads_at_end`.
-    """
-    num_micro: Number = 0
-    """N_micro: tokens that the level below the draft proposed (hierarchies)."""
-    num_micro_forwards: Number = 0
-    """Forwards of all levels below the draft: only of the micro if there are three levels."""
-
-    @property
-    def num_discarded(self) -> Number:
-        """N_discarded = N_draft + N_target - N."""
-        return self.num_drafted + self.num_target - self.num_emitted
-
-    @property
-    def discard_rate(self) -> Number:
-        """Discarded draft tokens per emitted token, N_discarded / N."""
-        return self.num_discarded / self.num_emitted
-
-    @property
-    def verification_rate(self) -> Number:
-        """Target forwards per emitted token, N_target / N."""
-        return self.num_target / self.num_emitted
-
-    @property
-    def acceptance_length(self) -> Number:
-        """Mean number of tokens that a round emits, 1 + accepted / rounds."""
-        return 1 + self.num_accepted / self.num_target
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
 
 
 @dataclass(frozen=True)

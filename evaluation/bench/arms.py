@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_sklearn_available, logging
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from evaluation.sources.clock import Arm, Clocked, Request
 from lm import Pair, Sampling
 

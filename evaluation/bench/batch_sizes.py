@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from decode.loop.batch import BatchRound
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop

@@ -24,7 +24,8 @@ from evaluation.contest import Contest, Result
 from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
 from evaluation.families import family as family_named
 from evaluation.gain import MIN_PROMPTS, Gain, doubt, leads, median_ratio
-from evaluation.sources.clock import Clocked, latency_of, played_of
+from evaluation.played import latency_of
+from evaluation.sources.clock import Clocked, played_of
 from evaluation.table import Table, crossed
 from evaluation.times import Times
 

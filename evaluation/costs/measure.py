@@ -23,23 +23,26 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.rounds import Round
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import Curve
 from evaluation.regression import rising
 from evaluation.times import TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import turns_within
-from lm import Pair, Sampling
+from lm import Sampling
+
+if TYPE_CHECKING:  # given times need no loop, which takes seconds to import
+    from decode.drafters.factory import PairModels
+    from decode.loop.decoder import SpeculativeDecoder
+    from decode.loop.rounds import Round
+    from lm import Pair
 
 BUDGET_S = 13.0
 """Seconds that rounds are timed for; longer where `FEWEST_TURNS` take longer."""
@@ -60,7 +63,7 @@ AnyLoop = TypeVar("AnyLoop", bound="Loop")
 class Loop:
     """The loop that is timed, and on what: models, sampling, prompts."""
 
-    pair: Pair
+    pair: "Pair"
     sampling: Sampling
     max_draft_length: int
     prompts: Sequence[list[int]] = ()
@@ -79,7 +82,7 @@ class Loop:
         """Tokens that end a generation."""
         return self.pair.eos_ids if self.ends_at_eos else frozenset()
 
-    def decoder(self, policy: Policy) -> SpeculativeDecoder:
+    def decoder(self, policy: Policy) -> "SpeculativeDecoder":
         """The loop with that policy; all decoders share their models."""
         return self.models.decoder(
             self.models.drafter(policy),
@@ -89,8 +92,10 @@ class Loop:
         )
 
     @cached_property
-    def models(self) -> PairModels:
+    def models(self) -> "PairModels":
         """Target and draft, shared by all decoders."""
+        from decode.drafters.factory import PairModels
+
         return PairModels(self.pair)
 
 
@@ -102,7 +107,7 @@ def timed_lengths(longest: int) -> list[int]:
     return lengths
 
 
-def time_rounds(loop: Loop) -> list[list[Round]]:
+def time_rounds(loop: Loop) -> "list[list[Round]]":
     """Turns of rounds, each with one round of every timed length, after a warm-up; near the end of a generation fewer
     tokens than that may be left to draft. ValueError for a loop whose generations have too few tokens.
     """
@@ -116,7 +121,7 @@ def time_rounds(loop: Loop) -> list[list[Round]]:
         return [list(islice(rounds, len(lengths))) for _ in turns]
 
 
-def _rounds(loop: Loop, lengths: Sequence[int]) -> Generator[Round, None, None]:
+def _rounds(loop: Loop, lengths: Sequence[int]) -> "Generator[Round, None, None]":
     """Endless rounds with these draft lengths, each once in every turn; rounds that read a prompt are left out."""
     decoder = loop.decoder(FixedLength(lengths[-1]))
     order = np.random.default_rng(0)
@@ -139,7 +144,7 @@ def _rounds(loop: Loop, lengths: Sequence[int]) -> Generator[Round, None, None]:
             raise ValueError(_NEEDED)
 
 
-def costs_of(turns: Sequence[Sequence[Round]], max_draft_length: int) -> Times:
+def costs_of(turns: "Sequence[Sequence[Round]]", max_draft_length: int) -> Times:
     """Times with their errors, from turns of rounds with drafts of several lengths, 0 among them; ValueError where
     drafts of either kind are missing. `max_draft_length` is the last k of t_target(k).
     """
@@ -159,7 +164,7 @@ def costs_of(turns: Sequence[Sequence[Round]], max_draft_length: int) -> Times:
     return Times(Curve.line(t_draft_s), target, "measured", errors=errors_)
 
 
-def _rows_of(turn: Sequence[Round]) -> Float[Array, "round 4"]:
+def _rows_of(turn: "Sequence[Round]") -> Float[Array, "round 4"]:
     """Draft forwards, drafted tokens, seconds of the draft and of the verification."""
     rows = [(round_.counts.num_draft_forwards, len(round_.drafted), round_.draft_s, round_.target_s) for round_ in turn]
     return np.array(rows, dtype=np.float64).reshape(-1, 4)

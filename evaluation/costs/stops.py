@@ -27,8 +27,6 @@ import torch
 from jaxtyping import Float, Int
 
 from decode.experiment import Experiment
-from decode.loop.drafter import ModelDrafter
-from decode.loop.session import Session
 from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, SOLVED, policy_of
@@ -36,8 +34,6 @@ from evaluation.costs.measure import Loop
 from evaluation.times import StopShares
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
-from lm import CachedModel, RandomSampler
-from lm.features.dspark import DSpark
 
 STEPS = 10
 """Tokens of a draft that is timed."""
@@ -86,6 +82,10 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """Time the stop of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
     if not policies:
         return {}
+    from decode.loop.drafter import ModelDrafter
+    from decode.loop.session import Session
+    from lm import CachedModel, RandomSampler
+
     length = drafted_length(loop)
     prompt = loop.prompts[0]
     target = loop.models.target
@@ -124,6 +124,8 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
 
 def drafted_length(loop: Loop) -> int:
     """Tokens of each draft that is timed; ValueError if the loop drafts none."""
+    from lm.features.dspark import DSpark
+
     drafting = loop.pair.drafting
     of_block = drafting.block_size if isinstance(drafting, DSpark) else STEPS
     length = min(STEPS, of_block, loop.max_draft_length, loop.max_new_tokens - 1)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from evaluation.competitor import label_of
 from evaluation.contest import Contest, Replays, Result
 from evaluation.families import family

@@ -17,7 +17,7 @@ from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.batches.curves import kept_curves, setups_of
-from evaluation.clock import ClockReport, clock_dataset
+from evaluation.clock import ClockReport
 from evaluation.competitor import Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
 from evaluation.costs.machine import costs_for
@@ -246,6 +246,8 @@ def clocked(evaluation: Evaluation, *, num_prompts: int, repeats: int) -> Evalua
     Raises:
         ValueError: no response of a dataset is decoded as it was replayed.
     """
+    from evaluation.sources.primed import clock_dataset  # the loop takes seconds to import
+
     experiment = evaluation.experiment
     clocks = []
     for dataset, replays in evaluation.replays.items():

@@ -27,8 +27,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from decode.loop.counts import Counts
 from decode.loop.decoder import SpeculativeDecoder
-from decode.loop.rounds import Counts, Generation, Round
+from decode.loop.rounds import Generation, Round
 from evaluation.played import Array, Played
 from evaluation.turns import in_turns, turns_within
 from lm import RandomSampler, Sampler
@@ -36,7 +37,6 @@ from store.json_files import KeyedStore
 from store.progress import Bar
 
 AnyPrompt = TypeVar("AnyPrompt")
-_PERCENTILES = (50, 95)
 _SECONDS = ("whole_s", "first_token_s", "drafting_s", "verifying_s")
 
 
@@ -257,14 +257,3 @@ def _lengths_of(runs: Sequence[Sequence[Clocked]]) -> Array:
         for at, run in enumerate(row):
             lengths[number, at, : len(run.lengths)] = run.lengths
     return lengths
-
-
-def latency_of(played: Played, setting: int = 0) -> dict[str, float]:
-    """Percentiles over the requests of one setting: seconds of a whole request, and until its first token."""
-    assert played.seconds is not None
-    parts = {"request": played.seconds["whole_s"][setting], "first_token": played.seconds["first_token_s"][setting]}
-    return {
-        f"{part}_p{percentile}_s": float(np.percentile(seconds, percentile))
-        for part, seconds in parts.items()
-        for percentile in _PERCENTILES
-    }

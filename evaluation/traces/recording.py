@@ -12,8 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from configs.hints import say_next
 from configs.load import accepts_yaml
@@ -22,11 +21,9 @@ from data_gen.pipeline.stages import cut_shards
 from data_gen.prompts.prompt import row_id
 from data_gen.prompts.sets import Split
 from data_gen.responses.exchange import Exchange, ShardSpec, ask, turns_of
-from data_gen.responses.target import TargetInProcess
 from data_gen.store.manifest import Manifest, read_manifest, refuse_different, settle
 from decode.experiment import Experiment
 from evaluation.gain import Splits
-from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, recorded_keys, without_hidden, write_trace
 from evaluation.traces.prompts import FORMAT, has_old_format, lacks, numbers_of, refuse_other_digests, upgrade, upgraded
 from evaluation.traces.trace import Trace, TraceRow, join_traces
@@ -37,6 +34,9 @@ from lm.rope import refuse_crossing
 from store.lock import only_writer
 from store.progress import Bar
 from store.shards import broken_shards, clean_partial, forget_broken, read_sidecar, write_atomic
+
+if TYPE_CHECKING:  # models take seconds to import, and a recorded trace needs none
+    from evaluation.traces.coupling import Recorder
 
 SPLITS: tuple[Split, ...] = ("dev", "test")
 _DECIDING = ("max_draft_length", "max_new_tokens", "seed", "prompts_per_shard", "trace_hidden", "perfect_head")
@@ -125,6 +125,10 @@ class TraceFolder:
         return [key for key in keys if lacks(self.directory, key, self.shards[key])]
 
     def _record_all(self, keys: Sequence[ShardKey]) -> None:
+        from transformers import PreTrainedModel
+
+        from evaluation.traces.coupling import Recorder
+
         total = sum(self.shards[key].num_requests for key in keys)
         with Bar(total=total, desc="trace: loading models", unit="prompts") as bar:
             pair = self.experiment.pair
@@ -148,7 +152,9 @@ class TraceFolder:
                 bar.set_description(f"trace: {key.dataset} {key.paths(self.directory)[0].stem}")
                 self._record(key, recorder, bar.update)
 
-    def _record(self, key: ShardKey, recorder: Recorder, progress: Callable[[int], None]) -> None:
+    def _record(self, key: ShardKey, recorder: "Recorder", progress: Callable[[int], None]) -> None:
+        from data_gen.responses.target import TargetInProcess
+
         decode = self.experiment.decode
         spec = self.shards[key]
         draw = ("draw", key.draw) if key.draw else ()
@@ -253,7 +259,7 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
 
 
 def record_trace(
-    recorder: Recorder,
+    recorder: "Recorder",
     exchanges: Sequence[Exchange],
     *,
     max_new_tokens: int,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies.base import AfterDraw, Outcome, Policy, State, mapped, timing_of
 from evaluation.played import Played
 from evaluation.traces.bounds import Oracle

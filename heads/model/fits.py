@@ -6,16 +6,19 @@ predictions that nothing downstream can notice, so every command checks this bef
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
-from transformers import PreTrainedModel
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model, same_model
 from heads.model.head import AcceptanceHead
-from lm import FeatureDraft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lm import FeatureDraft
 
 _REMEDY = "use a head that was trained for this run, or set decode.allow_foreign_heads to true"
 
@@ -51,7 +54,7 @@ def check_fits(
         )
 
 
-def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
+def description_of(model: "PreTrainedModel | FeatureDraft") -> dict[str, Any]:
     """Description of a model in memory; only the width is known of a model that was built from a config. The commit of
     one from the hub is known if transformers stored it (before 5.23), or if the cache has a single one.
     """
@@ -62,6 +65,8 @@ def description_of(model: PreTrainedModel | FeatureDraft) -> dict[str, Any]:
     if path:
         commit = getattr(model.config, "_commit_hash", None) or _cached_commit(path)
         known = {"path": path, "name": path, "commit": commit}
+    from lm import FeatureDraft
+
     width = model.hidden_size if isinstance(model, FeatureDraft) else model.config.get_text_config().hidden_size
     return {**known, "hidden_size": width}
 

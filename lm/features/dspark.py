@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, apply_rotary_pos_emb
 
 from lm.features.base import FeatureDraft, draft_vocab_size
+from lm.features.released import markov_width
 from lm.masks import visible
 from lm.signals import upcast
 
@@ -38,10 +39,6 @@ Previous = Int[Tensor, "*block"]
 Wide = Float[Tensor, "*draft wide"]
 Memory = Tensor | None
 """What a Markov head carries from token to token; None before the first, and if it carries nothing."""
-
-
-MARKOV_HEADS = {"vanilla": 1, "gated": 2, "rnn": 2}
-"""Kinds of Markov heads: vectors of width `rank` that each adds to `hidden`, W1[x] and z if that differs."""
 
 
 class MarkovHead(nn.Module):
@@ -187,11 +184,6 @@ class DSpark(FeatureDraft):
         """The draft's own logit of each token's acceptance rate, in float32 or wider."""
         assert self.confidence_head is not None, "this draft has no confidence head"
         return upcast(self.confidence_head["proj"](hidden[..., : self._confidence_size]).squeeze(-1))
-
-
-def markov_width(rank: int, kind: str | None) -> int:
-    """Width that a Markov head adds to `hidden`; 0 without one."""
-    return rank * MARKOV_HEADS[kind] if rank and kind else 0
 
 
 def block_mask(positions: Positions, num_text: int, block_size: int) -> Masks:

@@ -24,20 +24,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils.hub import cached_file, extract_commit_hash
 
 from configs.schema import ModelSource
-from lm.features.dspark import MARKOV_HEADS, markov_width
 from lm.folders import refuse_no_model
 from store.hub import NETWORK_ERRORS
 from store.json_files import read_json
 
 Keys = dict[str, Any]
 """A config.json."""
-LayerConfig = TypeVar("LayerConfig", LlamaConfig, Qwen3Config)
+LayerConfig = TypeVar("LayerConfig")
 MTP = "#mtp"
 """End of the path of a target's own MTP layer (`configs.schema.PairConfig`)."""
 _PREFIXES = {"midlayer.": "layers.0.", "model.": "", "logit_head.": ""}  # of tensors, and what replaces them
@@ -63,7 +58,8 @@ _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")  # keys of P-EAG
 _NO_MARKOV = {"markov_head_type": None, "confidence_head_with_markov": False}
 _NO_HEADS = _NO_MARKOV | {"markov_rank": 0, "enable_confidence_head": False}
 _OUTER = ("transformer_layer_config", "speculators_config", "auto_map")  # of speculators, not of the draft
-_LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+MARKOV_HEADS = {"vanilla": 1, "gated": 2, "rnn": 2}
+"""Kinds of Markov heads: vectors of width `rank` that each adds to `hidden`, W1[x] and z if that differs."""
 
 
 class Released:
@@ -86,13 +82,17 @@ class Released:
         rope = rope if isinstance(rope, dict) else {}
         form = rope.get("rope_type", rope.get("type", "default"))
         part = rope.get("partial_rotary_factor")
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         is_known = form in ("default", *ROPE_INIT_FUNCTIONS)
         remedy = "use a draft with Llama's rotary embedding"
         self.require(is_known, f"its rotary embedding is {form!r:.40}, which transformers does not know", remedy)
         self.require(part in (None, 1), f"it rotates a part of each head (partial_rotary_factor {part})", remedy)
 
-    def layer(self, made: type[LayerConfig]) -> LayerConfig:
+    def layer(self, made: Callable[..., LayerConfig]) -> LayerConfig:
         """The config of the draft's layers."""
+        from transformers import LlamaConfig
+
         # what SafeAILab calls qwen2 is Llama's layer with `qkv_bias`
         name, kinds = ("Llama", ("llama", "eagle", "qwen2")) if made is LlamaConfig else ("Qwen3", ("qwen3",))
         kind = self.keys.get("model_type", kinds[0])
@@ -130,8 +130,14 @@ def _impossible(keys: Keys) -> Iterator[tuple[str, object, str]]:
     if (markov := keys.get("markov_head_type")) not in (None, *MARKOV_HEADS):
         yield "markov_head_type", markov, f"write one of {', '.join(MARKOV_HEADS)}"
     activation = keys.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in ACT2FN:
+    if activation != "silu" and not _is_activation(activation):
         yield "hidden_act", activation, "transformers knows no such activation"
+
+
+def _is_activation(name: object) -> bool:
+    from transformers.activations import ACT2FN
+
+    return isinstance(name, str) and name in ACT2FN
 
 
 def _of_text(keys: Keys) -> Keys:
@@ -184,11 +190,14 @@ def _layout_of(config: Keys) -> tuple[str | None, Keys]:
 
 
 def _speculators(config: Keys) -> tuple[str, Keys]:
+    from transformers import LlamaConfig, Qwen3Config
+
+    layers = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     kind = config["speculators_model_type"]
     layer = {"model_type": "qwen3"} | config.get("transformer_layer_config", {})
     # what fails here is refused where the layer is made, with the error's text
     with suppress(TypeError, ValueError, KeyError, StrictDataclassError):
-        layer = _LAYERS[layer["model_type"]](**layer).to_dict()
+        layer = layers[layer["model_type"]](**layer).to_dict()
     keys = {name: value for name, value in config.items() if name not in _OUTER} | layer
     if kind == "eagle3":
         return "eagle3", {"eagle_aux_hidden_state_layer_ids": None} | keys
@@ -243,13 +252,22 @@ def released_layout_of(source: ModelSource) -> str | None:
 
 def commit_of(source: ModelSource) -> str | None:
     """Commit of a hub repository."""
+    if Path(source.path).is_dir():
+        return None
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
     path = cached_file(source.path, "config.json", revision=source.revision)
-    return None if Path(source.path).is_dir() else extract_commit_hash(str(path), None)
+    return extract_commit_hash(str(path), None)
 
 
 def without_mtp(source: ModelSource) -> ModelSource:
     """The target that a path with `#mtp` names; any other source as it is."""
     return replace(source, path=source.path.removesuffix(MTP))
+
+
+def markov_width(rank: int, kind: str | None) -> int:
+    """Width that a Markov head adds to `hidden`; 0 without one."""
+    return rank * MARKOV_HEADS[kind] if rank and kind else 0
 
 
 def width_of(source: ModelSource) -> int | None:
@@ -268,7 +286,11 @@ def max_positions_of(source: ModelSource) -> int:
 
 def max_positions(keys: Keys) -> int:
     """Maximum text length with these keys; texts of an EAGLE-3 draft with sliding layers must fit their window."""
-    length = keys.get("max_position_embeddings") or LlamaConfig().max_position_embeddings
+    length = keys.get("max_position_embeddings")
+    if not length:
+        from transformers import LlamaConfig
+
+        length = LlamaConfig().max_position_embeddings
     if "eagle_aux_hidden_state_layer_ids" in keys and "sliding_attention" in (keys.get("layer_types") or ()):
         length = min(length, keys.get("sliding_window") or length)
     return int(length)
@@ -276,13 +298,18 @@ def max_positions(keys: Keys) -> int:
 
 def _config_of(source: ModelSource) -> Keys:
     path = source.path.removesuffix(MTP)
-    try:
-        file = cached_file(path, "config.json", revision=source.revision)
-    except NETWORK_ERRORS:
-        return {}
-    if file is None:
-        refuse_no_model(source.path)
-    config = read_json(Path(str(file)), remedy="fetch or copy the model again")
+    file = Path(path, "config.json")
+    if not file.is_file():
+        from transformers.utils.hub import cached_file
+
+        try:
+            found = cached_file(path, "config.json", revision=source.revision)
+        except NETWORK_ERRORS:
+            return {}
+        if found is None:
+            refuse_no_model(source.path)
+        file = Path(str(found))
+    config = read_json(file, remedy="fetch or copy the model again")
     return config.get("text_config", config) if path != source.path else config
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies.batch import Curve
 from evaluation.played import Array, Played
 from evaluation.regression import least_absolute

@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, Policy
-from evaluation.clock import (
-    PrimedLoop,
-    PrimedModel,
-    about_clock,
-    check_clock,
-    clock,
-    clock_table,
-    clocked_rows,
-    played_on,
-    report_of,
-)
+from evaluation.clock import about_clock, check_clock, clock_table, report_of
 from evaluation.competitor import Competitor
 from evaluation.contest import Arm, Result, result_of
 from evaluation.families import family
 from evaluation.gain import Throughput, gain_over
 from evaluation.played import Played
+from evaluation.sources.primed import PrimedLoop, PrimedModel, clock, clocked_rows, played_on
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm import Pair, Sampling

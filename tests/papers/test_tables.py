@@ -14,7 +14,7 @@ import torch
 from configs.schema import Config, DecodeConfig, ModelSource, PairConfig
 from decode.drafters.factory import PairModels
 from decode.experiment import Experiment
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import Entropy, FixedLength, Heuristic, MaxProb, TokenProb
 from evaluation.competitor import Competitor
 from evaluation.sources.clock import Clocked

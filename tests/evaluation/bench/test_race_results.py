@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from evaluation.bench.arms import CONSTANT, DEFAULT, HEURISTIC, UNASSISTED
 from evaluation.bench.results import (
     MEAN,

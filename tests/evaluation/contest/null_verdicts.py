@@ -15,7 +15,7 @@ import numpy as np
 
 from configs.schema import Config, DecodeConfig, ModelSource, PairConfig
 from decode.experiment import Experiment
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import FixedLength
 from evaluation.competitor import Arm, Competitor, competitors_with
 from evaluation.contest import Contest, fastest_on_dev, replay_arms

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import FixedLength
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import fastest_on_dev

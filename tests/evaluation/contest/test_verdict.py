@@ -16,7 +16,7 @@ from rich.console import Console
 from configs.command import run
 from configs.schema import Config, DecodeConfig, HeadsConfig, ModelSource, PairConfig, SamplingConfig
 from decode.experiment import LEVELS, Experiment
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import FixedLength, TokenProb
 from decode.policies.registry import AUTO_TOKEN_PROB, POLICIES, Registered
 from evaluation.competitor import Arm, Competitor, competitors_of

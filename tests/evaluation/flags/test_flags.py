@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from decode import SpeculativeDecoder
+from decode.loop.counts import Counts
 from decode.loop.drafter import ModelDrafter
-from decode.loop.rounds import Counts
 from decode.policies import FixedLength
 from decode.policies.batch import Curve
 from decode.policies.registry import policy_of

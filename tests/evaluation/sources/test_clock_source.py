@@ -7,10 +7,10 @@ from itertools import count
 import numpy as np
 import pytest
 
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import FixedLength
 from evaluation.costs.measure import Loop
-from evaluation.played import joined
+from evaluation.played import joined, latency_of
 from evaluation.sources.clock import (
     Clocked,
     StoredRuns,
@@ -18,7 +18,6 @@ from evaluation.sources.clock import (
     clock_in_turns,
     clock_within,
     generations_of,
-    latency_of,
     median_of,
     played_of,
 )

@@ -8,7 +8,7 @@ import torch
 
 from data_gen.responses.exchange import Exchange
 from decode import ModelDrafter, SpeculativeDecoder
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import DSparkConfidence, FixedLength, HeadPolicy, Policy
 from decode.policies.auto import Auto
 from evaluation.traces.coupling import Recorder

@@ -14,7 +14,7 @@ import torch
 from scipy.special import expit
 
 from decode import SpeculativeDecoder
-from decode.loop.rounds import Counts
+from decode.loop.counts import Counts
 from decode.policies import AdaEDL, CumulativeTokenProb, FixedLength, LlamaCpp, Policy
 from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of

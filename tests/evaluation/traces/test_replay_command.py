@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,9 @@ from tests.toys.times import flat_times
 
 SMALL = ("--decode.num_dev=3", "--decode.num_test=2", "--decode.max_new_tokens=24", "--decode.max_draft_length=6")
 TIMES = ("--decode.t_draft_s", "0.01", "--decode.t_target_s", "0.05")
+MODELS = {"transformers", "accelerate", "pytorch_lightning", "torchmetrics", "datasets", "tensorboard", "sympy"}
+MODELS |= {"torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "scipy.stats", "matplotlib.pyplot"}
+"""Packages that a replay needs no more than those that run models, which take longer to import than a replay takes."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +105,14 @@ def test_replay_needs_neither_models_nor_times(flags, capsys):
     _, document = printed(capsys, "replay", *without_times(flags), "--policy", "entropy", "--ratio", "4")
     assert [document["costs"][name]["seconds"] for name in ("draft", "target")] == [[0.25, 0.25], [1.0, 1.0]]
     assert "nothing measured" in document["costs"]["origin"]
+
+
+@pytest.mark.parametrize("command", [("evaluate",), ("replay", "--policy", "entropy")])
+def test_a_recorded_trace_is_replayed_without_an_import_of_models(flags, command):
+    argv = [command[0], *flags, *command[1:]]
+    script = f"import sys; from configs.front import main; main({argv}); print(*{MODELS} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "", done.stdout
 
 
 def without_times(flags):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from decode.experiment import Experiment
-from evaluation.clock import clocked_rows
 from evaluation.competitor import make_competitor
+from evaluation.sources.primed import clocked_rows
 from evaluation.traces.recording import trace_folder
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
