@@ -35,7 +35,7 @@ from lm import load_pair
 from lm.features.dspark import DSpark
 from lm.features.released import released_layout_of
 from store.hub import HUB_ERRORS
-from store.json_files import read_json
+from store.json_files import Json, read_json
 from store.shards import atomic_directory, write_atomic
 
 LINEAR_PREFIX = "prefix-d0"
@@ -244,7 +244,7 @@ def push(*, path: str, repo: str, private: bool = False, license: str | None = N
     return str(commit.repo_url)
 
 
-def inspect(*, path: str, json: bool = False) -> dict[str, Any]:
+def inspect(*, path: str, json: bool = False) -> Json:
     """Run `acceptance-heads inspect`; `configs.making` documents its flags."""
     head = AcceptanceHead.from_pretrained(path)
     facts = head.config | {"num_parameters": head.num_parameters, "calibration_shift": head.calibration_shift}
@@ -276,7 +276,7 @@ def save_whole(head: AcceptanceHead, path: Path) -> Path:
     return path
 
 
-def _names(head: str, specs: Sequence[HeadSpec], *, results: dict[str, Any], metric: str) -> list[str]:
+def _names(head: str, specs: Sequence[HeadSpec], *, results: Mapping[str, Result], metric: str) -> list[str]:
     names = [str(spec) for spec in specs]
     if head == "all":
         return names

@@ -18,6 +18,7 @@ from heads.command import export
 from heads.model.files import rank_of
 from heads.model.head import AcceptanceHead
 from heads.training.command import train
+from store.json_files import Json
 
 _OF_DATA = ("split_weights", "mixing_ratio", "draft_length", "draft_every")
 """Settings of the data that training reads, by their names in manifest.json."""
@@ -52,21 +53,30 @@ def train_heads(
         ValueError: an unknown setting or one out of range; no head beats the draft's own signals.
         FileNotFoundError: no data.
     """
-    if unknown := sorted(settings.keys() - (HeadsConfig.__dataclass_fields__.keys() - {"dir"})):
-        raise ValueError(f"train_heads has no setting {unknown[0]!r}; see the fields of HeadsConfig")
-    config = _experiment(data)
-    trainer = {"devices": 1, **config.trainer} | ({} if max_epochs is None else {"max_epochs": max_epochs})
-    if callbacks:
-        trainer["callbacks"] = [*(trainer.get("callbacks") or ()), *callbacks]
-    heads = replace(config.heads, **settings, dir=config.heads.dir if dir is None else str(dir))
-    config = replace(config, heads=heads, trainer=trainer)
-    check_limits(config)
+    config = _changed(_experiment(data), dir, max_epochs, callbacks, settings)
     train(config)
     with redirect_stdout(StringIO()):  # export repeats the verdict that train has printed
         paths = export(config, head="best", force=force)
     exported = [AcceptanceHead.from_pretrained(path) for path in paths]
     # labels, and so KLs, differ between timings
     return min(exported, key=lambda head: rank_of(head.provenance.metrics))
+
+
+def _changed(
+    config: Config, dir: str | Path | None, max_epochs: int | None, callbacks: Sequence[Callback], settings: Json
+) -> Config:
+    """The experiment with the arguments of `train_heads`, on one device by default; ValueError for a wrong one."""
+    if unknown := sorted(settings.keys() - (HeadsConfig.__dataclass_fields__.keys() - {"dir"})):
+        raise ValueError(f"train_heads has no setting {unknown[0]!r}; see the fields of HeadsConfig")
+    trainer: Json = {"devices": 1, **config.trainer}
+    if max_epochs is not None:
+        trainer["max_epochs"] = max_epochs
+    if callbacks:
+        trainer["callbacks"] = [*(trainer.get("callbacks") or ()), *callbacks]
+    heads = replace(config.heads, **settings, dir=config.heads.dir if dir is None else str(dir))
+    changed = replace(config, heads=heads, trainer=trainer)
+    check_limits(changed)
+    return changed
 
 
 def _experiment(data: Config | str | PurePath) -> Config:
@@ -93,7 +103,7 @@ def _config_of(directory: Path) -> Config:
         )
         for name in ("target", "draft")
     )
-    settings: dict[str, Any] = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
+    settings: Json = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     settings |= {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
     data = DataConfig(dir=str(folder), **settings)

@@ -8,15 +8,17 @@ from typing import Any
 from store.lock import only_writer
 
 _WAIT_S = 60.0
+Json = dict[str, Any]
+"""A JSON object. The types of its values depend on the file."""
 Key = Mapping[str, Any]
 
 
-def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> Json:
     """The object in a JSON file; ValueError, ended by `remedy`, if it is no complete object or lacks one of `keys`."""
     return _checked(path.read_bytes(), str(path), remedy, keys)
 
 
-def _checked(value: Any, source: str, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+def _checked(value: Any, source: str, remedy: str, keys: Collection[str] = ()) -> Json:
     """`value`, or the value that is encoded in these bytes, if it is an object with these keys."""
     try:
         value = json.loads(value) if isinstance(value, bytes) else value
@@ -45,7 +47,7 @@ class KeyedStore:
         self._remedy = remedy
         self._fields = fields
 
-    def entries(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def entries(self) -> list[tuple[Json, Json]]:
         """(key, value) of every key, in the order in which keys were first added; ValueError for a broken line."""
         entries = {}
         for number, line in enumerate(self._complete_lines().splitlines(), start=1):
@@ -55,7 +57,7 @@ class KeyedStore:
             entries[_canonical(key)] = key, _checked(entry["value"], source, self._remedy, self._fields)
         return list(entries.values())
 
-    def get(self, key: Key) -> dict[str, Any] | None:
+    def get(self, key: Key) -> Json | None:
         """The value of a key; None if it has none."""
         return next((value for other, value in self.entries() if _canonical(other) == _canonical(key)), None)
 

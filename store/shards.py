@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -214,26 +214,7 @@ def broken_shards(
     passed `check` is remembered under the name `fact`, if it has one.
     """
     known = None if reads_all else FileFacts()
-
-    def passed(path: Path) -> str:
-        if check is not None:
-            check(path)
-        return "passed"
-
-    def problem_of(path: Path) -> str | None:
-        try:
-            verify_shard(path, command=command, known=known)
-            if known is not None and fact is not None:
-                known.fact(path, fact, passed)
-            else:
-                passed(path)
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
-            remedy = f"repair the disk, or delete the file and run `acceptance-heads {command}` again"
-            return f"{path} cannot be read ({error.strerror}); {remedy}"
-        return None
-
+    problem_of = partial(_problem_of, command=command, check=check, known=known, fact=fact)
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
     settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": sum(sizes) < _MIN_BAR_BYTES, "leave": False}
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
@@ -247,6 +228,30 @@ def broken_shards(
         pool.shutdown(cancel_futures=True)
         if known is not None:
             known.save()
+
+
+def _problem_of(
+    path: Path, *, command: str, check: Callable[[Path], None] | None, known: FileFacts | None, fact: str | None
+) -> str | None:
+    """The message about a shard that `broken_shards` yields; None for one that passes."""
+
+    def passed(path: Path) -> str:
+        if check is not None:
+            check(path)
+        return "passed"
+
+    try:
+        verify_shard(path, command=command, known=known)
+        if known is not None and fact is not None:
+            known.fact(path, fact, passed)
+        else:
+            passed(path)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        remedy = f"repair the disk, or delete the file and run `acceptance-heads {command}` again"
+        return f"{path} cannot be read ({error.strerror}); {remedy}"
+    return None
 
 
 def forget_broken(paths: Iterable[Path]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,6 +35,7 @@ from checkpoints.recipes.feature_drafts import DEPTH_WEIGHT
 from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import NUM_DEPTHS
 from data_gen.prompts.files import json_lines
+from store.json_files import Json
 from store.progress import Bar
 from store.shards import is_whole, read_sidecar, write_shard
 
@@ -194,7 +195,7 @@ def divergences_and_rates(
     return torch.stack(divergences), torch.stack(rates)
 
 
-def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillation) -> dict[str, Any]:
+def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillation) -> Json:
     """Train a draft, or resume from the checkpoint `path`; returns its figures on the last shard, which is held out."""
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")

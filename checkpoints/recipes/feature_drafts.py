@@ -61,6 +61,9 @@ class DraftRecipe:
     learning_rate: float = 4e-3
 
 
+Figures = dict[str, float | list[float]]
+
+
 def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
     """A draft of the target's width: GliDe's layer is initialised as the target's first, EAGLE's at random."""
     target_config = target.config.get_text_config()
@@ -107,7 +110,7 @@ def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, "
     return torch.stack(losses).sum()
 
 
-def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> dict[str, Any]:
+def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> Figures:
     rates = acceptance_rates(partial(log_q_by_depth, draft), target, batches).mean(-1)
     return {"acceptance_rates": [round(rate, 4) for rate in rates.tolist()]}
 
@@ -163,7 +166,7 @@ def save_feature_draft(draft: FeatureDraft, directory: Path) -> None:
 
 
 def save_draft(
-    directory: Path, config: PreTrainedConfig, architecture: str, tensors: Mapping[str, Tensor], **keys: Any
+    directory: Path, config: PreTrainedConfig, architecture: str, tensors: Mapping[str, Tensor], **keys: object
 ) -> None:
     """Write config.json, with further `keys`, and model.safetensors in bfloat16; integers keep their type."""
     values = config.to_diff_dict() | {"architectures": [architecture], "dtype": "bfloat16", **keys}
@@ -277,7 +280,7 @@ def loss_of(blocks: BlockPredictions) -> Float[Tensor, ""]:
 
 
 @torch.no_grad()
-def dspark_figures(draft: DSpark, target: PreTrainedModel, batches: Sequence[StoryBatch]) -> dict[str, Any]:
+def dspark_figures(draft: DSpark, target: PreTrainedModel, batches: Sequence[StoryBatch]) -> Figures:
     """Mean acceptance_rate, mean confidence and Brier score by position in the block, over every block of some texts at
     temperature 1; and the tokens per round if whole blocks are verified.
     """
@@ -287,5 +290,5 @@ def dspark_figures(draft: DSpark, target: PreTrainedModel, batches: Sequence[Sto
     counts = torch.cat([part.is_inside for part in parts])
     columns = {"acceptance_rates": rate, "confidences": confidence, "brier": (confidence - rate) ** 2}
     means = {name: (values * counts).sum(0) / counts.sum(0) for name, values in columns.items()}
-    figures: dict[str, Any] = {name: [round(mean, 4) for mean in row.tolist()] for name, row in means.items()}
+    figures: Figures = {name: [round(mean, 4) for mean in row.tolist()] for name, row in means.items()}
     return figures | {"acceptance_length": round(1 + (rate * counts).cumprod(-1).sum(-1).mean().item(), 4)}

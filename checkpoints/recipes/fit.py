@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -25,25 +25,28 @@ _WARMUP_STEPS = 50
 _FINAL_SHARE = 0.02  # of the peak learning rate
 
 
-class Pupil(NamedTuple):
+Batch = TypeVar("Batch")
+
+
+class Pupil(NamedTuple, Generic[Batch]):
     """A model in training; its layers are in its list `layers`."""
 
     module: nn.Module
-    loss: Callable[[Any], Float[Tensor, ""]]
+    loss: Callable[[Batch], Float[Tensor, ""]]
     """Of a batch."""
     has_muon: bool = True
     """False: AdamW for everything; Muon computes in bfloat16, which is slow on CPUs without it."""
 
 
 def fit(
-    pupils: Sequence[Pupil],
-    batches: Iterator[Any],
+    pupils: Sequence[Pupil[Batch]],
+    batches: Iterator[Batch],
     *,
     title: str,
     num_steps: int,
     learning_rate: float,
     path: Path | None = None,
-    key: Mapping[str, Any] | None = None,
+    key: Mapping[str, object] | None = None,
 ) -> None:
     """Train models on the same `num_steps` batches, each by one step per batch, or resume from the checkpoint `path`,
     which skips the batches before it; a checkpoint of a run with another `key` is refused.
@@ -53,9 +56,16 @@ def fit(
     quiet()
     run = _Run(pupils, num_steps, learning_rate, path, dict(key or {}))
     start = run.resumed_step()
-    settings: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "plugins": [WholeCheckpoints()]}
-    settings |= dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(**settings)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        plugins=[WholeCheckpoints()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     with Bar(desc=title, unit="steps", total=num_steps, initial=start) as run.bar:
         trainer.fit(run, islice(batches, start, num_steps), ckpt_path=path if start else None)
     if path is not None:
@@ -64,13 +74,18 @@ def fit(
         pupil.module.eval()
 
 
-class _Run(pl.LightningModule):
+class _Run(pl.LightningModule, Generic[Batch]):
     """The pupils and their optimisers; each batch is one step of every pupil."""
 
     bar: Bar
 
     def __init__(
-        self, pupils: Sequence[Pupil], num_steps: int, learning_rate: float, path: Path | None, key: dict[str, Any]
+        self,
+        pupils: Sequence[Pupil[Batch]],
+        num_steps: int,
+        learning_rate: float,
+        path: Path | None,
+        key: dict[str, object],
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -91,10 +106,10 @@ class _Run(pl.LightningModule):
             raise ValueError(f"{self._path} belongs to a run that differs in {differing}; delete it, or change --out")
         return int(state["step"])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(chain(*self._optimisers))
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Update every parameter once, with each pupil's gradients clipped to norm 1."""
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, batch_idx / self._num_steps)))
         warm_up = min(1.0, (batch_idx + 1) / min(_WARMUP_STEPS, self._num_steps))
@@ -114,12 +129,12 @@ class _Run(pl.LightningModule):
         self.bar.set_postfix_str(" ".join(f"{loss:.3f}" for loss in losses), refresh=False)
         self.bar.update()
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args: object) -> None:
         if self._path is not None and time.monotonic() - self._saved_s >= _CHECKPOINT_S:
             self.trainer.save_checkpoint(self._path)
             self._saved_s = time.monotonic()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["run"] = {"key": self._key, "step": self._step}
 
 

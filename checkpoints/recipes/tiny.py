@@ -134,13 +134,14 @@ def make_drafts(
     num_steps = settings.num_steps
     work = directory / f"{'-'.join(kinds)}-work"
     stories = texts.new_stories(seed, size * num_steps)
-    batches: Iterator[Any] = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
+    story_batches = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
+    batches: Iterator[StoryBatch | TargetReading] = story_batches
     drafts: dict[str, Any]
     if is_dspark:
         drafts = {"dspark": feature_drafts.new_dspark(target, recipe.dspark_draft)}
         pupils = [Pupil(drafts["dspark"], partial(feature_drafts.dspark_loss, target, seed, drafts["dspark"]))]
     else:
-        batches = map(partial(TargetReading.of, target), batches)
+        batches = map(partial(TargetReading.of, target), story_batches)
         drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
         pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
     title = f"train {' and '.join(kinds)}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain, islice, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -35,6 +35,8 @@ _CACHED_BLOCKS = 2 * POOL_SIZE + 1
 """Blocks whose labels are cached: batches that are read at the same time can come from two pools."""
 
 
+Source = TypeVar("Source")
+Result = TypeVar("Result")
 Item = tuple[int, int]
 """Where a response is: its shard, and its row there."""
 
@@ -119,13 +121,13 @@ class BatchLoader:
 
     def __init__(
         self,
-        read: Callable[[Sequence[Item]], Any],
+        read: Callable[[Sequence[Item]], Batch | Rows],
         lengths: Sequence[Sequence[int]],
         *,
         batch_size: int,
         seed: int | None,
         process: tuple[int, int] = (0, 1),
-        finish: Callable[[Any], Any] = lambda batch: batch,
+        finish: Callable[[Any], Batch] = lambda batch: batch,
         is_included: Callable[[Item], bool] = lambda item: True,
     ) -> None:
         """Args:
@@ -167,7 +169,7 @@ class BatchLoader:
         """Resume after the batches that were taken, if the next epoch is the interrupted one."""
         self._resume = dict(state)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         # in a generator this runs when the first batch is taken, after set_epoch
         resume = self._resume
         self._resume = None
@@ -180,7 +182,7 @@ class BatchLoader:
             yield self.finish(batch)
 
 
-def read_ahead(read: Callable[[Any], Any], source: Iterator[Any], depth: int) -> Iterator[Any]:
+def read_ahead(read: Callable[[Source], Result], source: Iterator[Source], depth: int) -> Iterator[Result]:
     """`map(read, source)`, with up to `depth` results computed ahead by as many threads."""
     threads = ThreadPoolExecutor(depth, thread_name_prefix="read-ahead")
     try:

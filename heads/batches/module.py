@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
 from data_gen.pipeline.share import Share
-from data_gen.store.manifest import describe_model, read_manifest, refuse_older
+from data_gen.store.manifest import Manifest, describe_model, read_manifest, refuse_older
 from data_gen.store.rows import read_rows
 from heads.batches.features import (
     LABELS,
@@ -228,14 +228,14 @@ def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
     return [shard[: count - start] for shard, start in zip(lengths, starts, strict=False) if start < count]
 
 
-def _check_manifest(manifest: dict[str, Any], data: DataConfig, *, pair: PairConfig) -> None:
+def _check_manifest(manifest: Manifest, data: DataConfig, *, pair: PairConfig) -> None:
     """Raise ValueError unless the data was made with the models and the sampling of this pair.
 
     Training on cached states needs no model. If a model is not on this machine, only the name of its directory is
     compared, with a warning.
     """
     refuse_older(manifest, data.dir)
-    compared: dict[str, tuple[Any, Any]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
+    compared: dict[str, tuple[object, object]] = {"sampling": (manifest.get("sampling"), asdict(pair.sampling))}
     compared["mixing_ratio"] = manifest.get("mixing_ratio"), data.mixing_ratio
     for name, source in (("target", pair.target), ("draft", pair.draft)):
         recorded = manifest[name]

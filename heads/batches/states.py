@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -24,12 +23,13 @@ from configs.schema import DataConfig, HeadsConfig, ModelSource, PairConfig
 from data_gen.labels.states import DraftStates, RolloutStates, StateSource, StateTiming, Text
 from data_gen.pipeline.share import Share
 from data_gen.store.manifest import Manifest, describe_model, same_model
-from heads.batches.features import Batch, FeatureShard, Row, check_numbers, with_states
+from heads.batches.features import Batch, Features, FeatureShard, Row, check_numbers, with_states
 from lm import FeatureDraft, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
 from lm.features.released import released_layout_of
 from lm.forwards import alike
 from lm.pair import free_memory, is_out_of_memory
 from lm.sampling import REMEDY
+from store.json_files import Json
 from store.lock import LOCK, only_writer
 from store.progress import Bar
 from store.shards import broken_shards, clean_partial, is_whole, read_sidecar, sidecar_path, write_shard
@@ -75,7 +75,7 @@ class States:
         """The cached states of a shard; None if they are computed for each batch."""
         return None if self.is_online else self.folder(timing) / labels.name
 
-    def key(self, shard: FeatureShard) -> dict[str, Any]:
+    def key(self, shard: FeatureShard) -> Json:
         """What the states of a shard depend on besides timing and layer, which their folder names. The rows have every
         token that a draft reads, but for those of a feature draft's drafts, which only the labels have.
         """
@@ -212,7 +212,7 @@ class States:
         """The features of some rows, whose states are computed now."""
         return {timing: self._features(of_timing, timing) for timing, of_timing in rows.items()}
 
-    def _features(self, rows: Sequence[Row], timing: StateTiming) -> Any:
+    def _features(self, rows: Sequence[Row], timing: StateTiming) -> Features:
         texts = [row.text for row in rows if row.text is not None]
         states = self.source(texts, timing)
         parts = zip(states.split([len(text.draft_ids) for text in texts]), rows, strict=True)

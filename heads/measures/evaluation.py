@@ -6,7 +6,6 @@ fitted to training responses; a head that does not beat it has not converged or 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from heads.measures.intervals import HEAD, SIGNAL, TOKENS, Products, ratio_inter
 from heads.measures.scores import auroc, measures, reliability
 from heads.measures.sums import Sums
 from heads.model.inputs import SIGNALS
+from store.json_files import Json
 
-Result = dict[str, Any]
+Result = Json
 NUM_POSITIONS = 8
 """Draft positions with their own metrics."""
 _WAYS = ("raw", "calibrated")
@@ -74,7 +74,7 @@ class SplitMetrics:
 
     def compute(self) -> Result:
         """{"heads": {name: …}, "signals": {timing: {scalar: …}}, "labels": {timing: …}}."""
-        heads = dict[str, Any]()
+        heads = dict[str, Result]()
         signals = {}
         labels = {}
         for timing, rows in self._rows.items():

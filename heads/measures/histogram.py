@@ -42,10 +42,6 @@ class Histogram(NamedTuple):
         """Sum of the weights w."""
         return self.weight.sum(-1)
 
-    def plus(self, other: "Histogram") -> "Histogram":
-        """The histogram of the tokens of both."""
-        return Histogram(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
     @property
     def mean_logit(self) -> Float[Tensor, "*lead bin"]:
         """Mean logit of each bin; 0 for an empty one."""
@@ -61,7 +57,7 @@ def observe(
     (None: 1), of which there is one row per head, or one for all.
     """
     z = logit.double()
-    p = acceptance_prob.double().expand_as(logit)
+    p = acceptance_prob.double()  # one row for all heads stays one, so that its entropy is computed once
     w = torch.ones_like(z) if weight is None else weight.double().expand_as(z)
     bins = ((z.clamp(-LIMIT, LIMIT) + LIMIT) * (NUM_BINS / (2 * LIMIT))).long().clamp(max=NUM_BINS - 1)
     entropy = -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
@@ -90,16 +86,14 @@ def by_position(
         label: true values of the predictions if they are not acceptance_prob, as of prefix heads.
         is_draft: each row is one draft, as blocks are; otherwise drafts start at every position of a row.
     """
-    logit = logit.double()
     prob = acceptance_prob.double()
     num_tokens = len(prob)
-    ends = row_lengths.cumsum(0)
     # tokens from each position to the end of its row: rows of 3 and 1 tokens give [3, 2, 1, 1]
-    left = ends.repeat_interleave(row_lengths) - torch.arange(num_tokens, device=ends.device)
+    left = row_lengths.cumsum(0).repeat_interleave(row_lengths) - torch.arange(num_tokens, device=prob.device)
     is_start = left == row_lengths.repeat_interleave(row_lengths) if is_draft else left > 0
-    log_hat = F.logsigmoid(logit)
+    log_hat = F.logsigmoid(logit.double())
     reach = torch.ones_like(prob)
-    log_survival = torch.zeros_like(logit)
+    log_survival = torch.zeros_like(log_hat)
     label = prob[None] if label is None else label.double()
     token = []
     survival = []

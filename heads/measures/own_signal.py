@@ -8,10 +8,13 @@ decoding with only if its KL on dev is lower.
 
 from collections.abc import Iterable
 
+import torch
+
 from heads.batches.features import of_timing
 from heads.batches.module import FeatureData
-from heads.measures.histogram import Histogram, observe
+from heads.measures.histogram import observe
 from heads.measures.scores import fit_logistic
+from heads.measures.sums import Sums
 from heads.model.inputs import SIGNALS
 
 _NUM_RESPONSES = 2048
@@ -23,14 +26,14 @@ def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tupl
 
     ValueError without drafted tokens.
     """
-    sums: dict[str, Histogram] = {}
+    sums = {timing: Sums(1, torch.device("cpu")) for timing in timings}
     for batch in data.training_labels(_NUM_RESPONSES):
-        for timing in timings:
+        for timing, of_signal in sums.items():
             features = of_timing(batch, timing)
-            histogram = observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None])
-            sums[timing] = sums[timing].plus(histogram) if timing in sums else histogram
+            of_signal.update(observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None]))
     fitted = {}
-    for timing, histogram in sums.items():
+    for timing, of_signal in sums.items():
+        histogram = of_signal.compute()
         if not float(histogram.total):
             raise ValueError(f"train labels of {data.data.dir} have no drafted tokens; raise data.num_train")
         slope, offset = fit_logistic(histogram)

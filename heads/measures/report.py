@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 
@@ -149,7 +148,7 @@ def by_set(results: Mapping[str, Result], specs: Sequence[HeadSpec]) -> str:
     return f"### Calibrated KL and AUROC by set of prompts, of the best heads on dev\n\n{table}\n"
 
 
-def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, history: list[dict[str, Any]]) -> None:
+def write_metrics(path: Path, results: dict[str, Result], *, run: str | None, history: list[Result]) -> None:
     """Write results and learning curves as JSON; NaN (a draft position that no response reaches) becomes null."""
     measured = {"run": run, "results": results, "history": history}
     finite = apply_to_collection(measured, float, lambda value: None if math.isnan(value) else value)

@@ -1,7 +1,6 @@
 """The model card (README.md) of an exported head: shape, usage, training data, metrics, threshold."""
 
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard
 from jinja2 import ChainableUndefined, Environment
@@ -9,18 +8,19 @@ from jinja2 import ChainableUndefined, Environment
 from heads.model.formula import PAPERS
 from heads.model.inputs import SIGNALS, Inputs
 from lm.signals import SCALARS
+from store.json_files import Json
 
 _TEXT = Path(__file__).with_name("card.jinja")
 _SECTIONS = ("front_matter", "summary", "verdict", "usage", "trained_on", "measured", "threshold")
 
 
-def model_card(config: dict[str, Any], *, num_parameters: int) -> ModelCard:
+def model_card(config: Json, *, num_parameters: int) -> ModelCard:
     """The card of one head, from its config.json."""
     text = "\n\n".join(section for section in _sections(config, num_parameters).values() if section)
     return ModelCard(f"{text}\n", ignore_metadata_errors=False)
 
 
-def description(config: dict[str, Any], *, num_parameters: int) -> str:
+def description(config: Json, *, num_parameters: int) -> str:
     """The card's sections for a terminal: summary, metrics, threshold, verdict, training data."""
     none_yet = "## Recommended threshold\n\nnone yet; run `acceptance-heads tune` to choose one"
     sections = _sections(config, num_parameters)
@@ -29,7 +29,7 @@ def description(config: dict[str, Any], *, num_parameters: int) -> str:
     return "\n\n".join(sections[name] for name in shown if sections[name])
 
 
-def _sections(config: dict[str, Any], num_parameters: int) -> dict[str, str]:
+def _sections(config: Json, num_parameters: int) -> dict[str, str]:
     """The macros of card.jinja, filled in."""
     inputs = Inputs.from_config(config)
     facts = {"architecture": PAPERS, "papers": PAPERS, "num_parameters": num_parameters} | config

@@ -19,7 +19,7 @@ from configs.paths import check_local
 from heads.model.published import portable
 from lm.sampling import FLOATS
 from store.hub import HUB_ERRORS
-from store.json_files import read_json
+from store.json_files import Json, read_json
 from store.shards import write_atomic
 
 WEIGHTS = "model.safetensors"
@@ -120,12 +120,12 @@ def _is_imported(directory: Path) -> bool:
     return isinstance(training, dict) and "imported_from" in training
 
 
-def write_head_config(path: Path, config: dict[str, Any]) -> None:
+def write_head_config(path: Path, config: Json) -> None:
     """Write config.json atomically, without paths of this machine."""
     write_atomic(path, (json.dumps(portable(config), indent=2, sort_keys=True) + "\n").encode())
 
 
-def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> dict[str, Any]:
+def read_head_config(path: Path, *, keys: Sequence[str] = ()) -> Json:
     """The config.json of a head; ValueError if it is not a JSON object with `keys` or a value has the wrong type."""
     config = read_json(path, remedy=_EXPORT, keys=keys)
     for key in [key for key in _KINDS if key in config]:
@@ -150,7 +150,7 @@ def rank_of(metrics: Mapping[str, float]) -> tuple[bool, float]:
     return True, kl
 
 
-def read_head_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_head_files(directory: Path) -> tuple[Json, dict[str, Tensor]]:
     """config.json and the tensors of a head, which `checked` compares."""
     path = directory / "config.json"
     weights = directory / WEIGHTS

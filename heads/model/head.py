@@ -20,10 +20,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -42,11 +43,13 @@ from heads.model.formula import PAPERS, architecture_of, stack_forward
 from heads.model.inputs import Inputs
 from heads.model.published import portable
 from lm.signals import SCALARS
+from store.json_files import Json
 from store.shards import write_atomic
 
 Timing = Literal["fed", "drawn", "prefix", "candidate"]
 TIMING_LABELS = {"fed": "fed-time", "drawn": "drawn-time", "prefix": "prefix", "candidate": "candidate"}
 """Timing -> adjective before "head" in messages."""
+Logit = TypeVar("Logit", float, np.ndarray, Tensor)
 _MAX_DEPTH = 1000
 _MAX_WIDTH = 10**6
 
@@ -62,19 +65,19 @@ class Provenance:
     """Fitted on dev; 1: calibration is the shift alone."""
     mixing_ratio: float | None = None
     """r of the fed-time features (law 4.6); None: no mixing."""
-    draft: dict[str, Any] = field(default_factory=dict)
+    draft: Json = field(default_factory=dict)
     """path and revision of the model whose hidden states the head reads."""
-    target: dict[str, Any] = field(default_factory=dict)
+    target: Json = field(default_factory=dict)
     """path and revision of the model whose acceptance it predicts."""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: Json = field(default_factory=dict)
     """temperature, top_k, top_p of the data; empty: unknown (an imported head)."""
-    training: dict[str, Any] = field(default_factory=dict)
+    training: Json = field(default_factory=dict)
     """Data, recipe and steps, for the model card."""
     license: str | None = None
     """Of the head's weights on the hub; None: not stated."""
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Json = field(default_factory=dict)
     """Measured on dev; those of test under `test`; train_… on training responses."""
-    recommended: dict[str, Any] = field(default_factory=dict)
+    recommended: Json = field(default_factory=dict)
     """A threshold and the times it was chosen for; written by `acceptance-heads tune`."""
 
     def __post_init__(self) -> None:
@@ -84,7 +87,7 @@ class Provenance:
                 raise ValueError(f"{name} is {value}; use a positive number")
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Provenance":
+    def from_dict(cls, values: Json) -> "Provenance":
         """From a config.json; keys that are not fields are ignored."""
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
@@ -130,8 +133,14 @@ class HeadShape:
 
     def head(self, hidden_size: int, provenance: Provenance | None = None) -> "AcceptanceHead":
         """A head of this shape with random weights."""
-        settings: dict[str, Any] = {"architecture": self.architecture, "provenance": provenance}
-        return AcceptanceHead(hidden_size, self.depth, self.timing, *self.inputs, **settings)
+        return AcceptanceHead(
+            hidden_size,
+            self.depth,
+            self.timing,
+            *self.inputs,
+            architecture=self.architecture,
+            provenance=provenance,
+        )
 
 
 class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
@@ -178,14 +187,11 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         self.shape_name = str(HeadShape(timing, self.inputs, depth, architecture))
         self.provenance = provenance or Provenance()
         num_inputs = self.inputs.width(hidden_size)
-        self.mix = nn.Linear(num_inputs, hidden_size) if num_inputs and depth else None
+        self.mix = _zeros(num_inputs if depth else 0, hidden_size)
+        # with torch's initialisation, as in the official code, which comments out its zero initialisation
         self.blocks = nn.ModuleList([architecture_of(architecture).block(hidden_size) for _ in range(depth)])
-        self.skip = nn.Linear(num_inputs, 1, bias=False) if num_inputs else None
+        self.skip = _zeros(num_inputs, 1, bias=False)
         self.out = nn.Linear(hidden_size, 1)
-        # a new head reads only the hidden state; blocks keep torch's initialisation, as in the official code, which
-        # comments out its zero initialisation
-        for parameter in (p for linear in (self.mix, self.skip) if linear is not None for p in linear.parameters()):
-            nn.init.zeros_(parameter)
 
     def forward(
         self,
@@ -221,7 +227,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """The calibration temperature fitted on dev."""
         return self.provenance.calibration_temperature
 
-    def calibrated_logit(self, logit: Any) -> Any:
+    def calibrated_logit(self, logit: Logit) -> Logit:
         """(logit + shift) / temperature, for a float, an array or a tensor."""
         return (logit + self.calibration_shift) / self.temperature
 
@@ -230,7 +236,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return self.calibrated_logit(logit).sigmoid()
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """Entries of config.json."""
         sizes = {"architectures": [type(self).__name__], "hidden_size": self.hidden_size, "num_layers": self.depth}
         shape = {"timing": self.timing, "architecture": self.architecture, **self.inputs.config}
@@ -255,7 +261,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         """Number of weights."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def generate_model_card(self, *_args: Any, **_kwargs: Any) -> Any:
+    def generate_model_card(self, *_args: object, **_kwargs: object) -> ModelCard:
         """The model card (README.md)."""
         return model_card(self.config, num_parameters=self.num_parameters)
 
@@ -287,7 +293,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return cls.from_tensors(*read_head_files(directory), source=directory).to(map_location)
 
     @classmethod
-    def from_tensors(cls, config: dict[str, Any], tensors: Mapping[str, Tensor], *, source: Path) -> "AcceptanceHead":
+    def from_tensors(cls, config: Json, tensors: Mapping[str, Tensor], *, source: Path) -> "AcceptanceHead":
         """A head with these weights; ValueError, which names the directory `source`, if they do not fit the config."""
         try:
             with torch.device("meta"):
@@ -302,7 +308,7 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         return head.eval()
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "AcceptanceHead":
+    def from_config(cls, config: Json) -> "AcceptanceHead":
         """A head with random weights, from a config.json."""
         return cls(
             config["hidden_size"],
@@ -312,6 +318,16 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             architecture=config.get("architecture", PAPERS),
             provenance=Provenance.from_dict(config),
         )
+
+
+def _zeros(num_inputs: int, num_outputs: int, *, bias: bool = True) -> nn.Linear | None:
+    """A layer of zeros, since a new head reads only the hidden state; None without inputs."""
+    if not num_inputs:
+        return None
+    layer = nn.Linear(num_inputs, num_outputs, bias=bias)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:

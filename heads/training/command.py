@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -35,6 +34,7 @@ from heads.training.sweep import Sweep
 from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
 from lm import FeatureDraft, load_model, load_pair
 from lm.features.released import released_layout_of
+from store.json_files import Json
 from store.shards import list_shards, read_sidecar, write_atomic
 
 _RATE_TIMES_WIDTH = 1.5
@@ -46,7 +46,7 @@ _EPOCHS = (3, 30)
 _CPU = torch.device("cpu")
 
 
-def train(config: Config | str | PurePath, *, resume: bool = True) -> dict[str, Any]:
+def train(config: Config | str | PurePath, *, resume: bool = True) -> Json:
     """Run `acceptance-heads train`; `configs.making` documents its flags."""
     quiet()
     config = settled_training(load_config(config, trainer=pl.Trainer))
@@ -154,7 +154,7 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
     return embedding
 
 
-def _provenance(config: Config, data: FeatureData) -> dict[str, Any]:
+def _provenance(config: Config, data: FeatureData) -> Json:
     manifest = data.manifest
     recorded = data.manifest.get("recorded", {})
     models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}

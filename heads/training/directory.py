@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -30,7 +29,7 @@ from configs.schema import Config, HeadsConfig
 from data_gen.store.manifest import digest, read_manifest
 from heads.batches.module import is_first_process
 from store.facts import FileFacts
-from store.json_files import read_json
+from store.json_files import Json, read_json
 from store.lock import only_writer
 from store.shards import clean_partial, write_atomic
 
@@ -79,14 +78,14 @@ class RunDirectory:
             write_atomic(self.path / "run.json", (json.dumps({"run": run, **described}, indent=1) + "\n").encode())
         return run, str(self.checkpoint) if run == saved else None
 
-    def results(self, run: str) -> dict[str, Any]:
+    def results(self, run: str) -> Json:
         """The results of a run in val_metrics.json; empty if it has none."""
         if not self.metrics.is_file():
             return {}
         measured = read_json(self.metrics, remedy="train again, or name a head and delete it", keys=("run", "results"))
         return dict(measured["results"]) if measured["run"] == run else {}
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Json:
         """run.json; empty if there is none."""
         path = self.path / "run.json"
         keys = ("run", "data", "config", "processes")
@@ -136,7 +135,7 @@ def versions() -> dict[str, str]:
     return known
 
 
-def _described(config: Config) -> dict[str, Any]:
+def _described(config: Config) -> Json:
     """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
     data = digest(json.dumps(manifest, sort_keys=True))
@@ -145,7 +144,7 @@ def _described(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 
-def _refuse_difference(on_disk: dict[str, Any], described: dict[str, Any], *, path: Path) -> None:
+def _refuse_difference(on_disk: Json, described: Json, *, path: Path) -> None:
     """Raise ValueError for the first setting that differs; settings that run.json lacks have their default. Another
     number of processes changes only rounding, unless there is dropout.
     """

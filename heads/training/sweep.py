@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import get_cosine_schedule_with_warmup
 
 from configs.schema import HeadsConfig
@@ -22,7 +23,7 @@ from heads.batches.features import Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.grid import grid, scalar_names, specs, stacks
-from heads.measures.evaluation import SplitMetrics
+from heads.measures.evaluation import Result, SplitMetrics
 from heads.measures.histogram import Histogram, observe
 from heads.measures.scores import auroc, fit_temperature, measures
 from heads.measures.sums import Sums
@@ -33,6 +34,7 @@ from heads.training.loss import Targets, tf32_products
 from heads.training.progress import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
 from heads.training.start import Start
+from store.json_files import Json
 
 
 class Sweep(pl.LightningModule):
@@ -52,8 +54,8 @@ class Sweep(pl.LightningModule):
 
     def __init__(
         self,
-        heads: dict[str, Any],
-        facts: dict[str, Any],
+        heads: Json,
+        facts: Json,
         *,
         embedding: Tensor | None = None,
         allows_tf32: bool = False,
@@ -68,16 +70,11 @@ class Sweep(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters({"heads": heads, "facts": facts})
         known = heads.keys() & HeadsConfig.__dataclass_fields__  # a checkpoint may have settings that were removed
-        settings: dict[str, Any] = {k: tuple(heads[k]) if isinstance(heads[k], list) else heads[k] for k in known}
+        settings: Json = {k: tuple(heads[k]) if isinstance(heads[k], list) else heads[k] for k in known}
         self.config = HeadsConfig(**settings)
         self.facts, shapes = facts, grid(self.config)
         self.scalars, self.specs = scalar_names(shapes), specs(self.config)
-        self.stacks = nn.ModuleDict()
-        for shape, rate in stacks(self.config):
-            settings = {"hidden_size": facts["hidden_size"], "seed": self.config.seed}
-            stack = HeadStack(shape, self.config.reject_weights, rate, **settings)
-            # torch does not allow a dot in a module's name
-            self.stacks[re.sub(r"[^0-9A-Za-z_+-]", "_", str(stack.specs[0]))] = stack
+        self.stacks = _new_stacks(self.config, facts["hidden_size"])
         self.trained = [stack for stack in self.by_shape if not stack.is_solved]
         if self.trained:
             for stack in self.by_shape:
@@ -86,8 +83,8 @@ class Sweep(pl.LightningModule):
         self.register_buffer("best_kl", torch.full((len(self.specs),), torch.inf, dtype=torch.float64))
         self.register_buffer("temperature", torch.ones(len(self.specs), dtype=torch.float64))
         self.register_buffer("is_started", torch.tensor(False))
-        self.history: list[dict[str, Any]] = []
-        self.results: dict[str, Any] = {}
+        self.history: list[Result] = []
+        self.results: dict[str, Result] = {}
         self.stopped_in: str | None = None
         self._allows_tf32 = allows_tf32
         # no buffer: DDP would broadcast it before each step
@@ -232,7 +229,7 @@ class Sweep(pl.LightningModule):
     def on_test_epoch_end(self) -> None:
         self.results = {name: evaluation.compute() for name, evaluation in self._evaluations.items()}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         # fused Adam would unscale float16 gradients after clipping; they must be unscaled before
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         assert self.config.learning_rate is not None, "settled by heads.training.command"
@@ -243,7 +240,7 @@ class Sweep(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradient norm of each head separately, as if it were trained alone."""
         if gradient_clip_algorithm == "value":
@@ -255,11 +252,11 @@ class Sweep(pl.LightningModule):
             for grad in grads:
                 grad.mul_(_per_head((gradient_clip_val / norm.clamp_min(1e-12)).clamp(max=1), grad))
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["history"] = self.history
         checkpoint["num_steps"] = num_optimizer_steps(self.trainer)
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Json) -> None:
         self.history = checkpoint["history"]
         self.stopped_in = self._position_in(checkpoint)
 
@@ -330,6 +327,16 @@ class Sweep(pl.LightningModule):
     def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
         """A [heads] tensor split by stack."""
         return of_heads.split(len(self.config.reject_weights))
+
+
+def _new_stacks(config: HeadsConfig, hidden_size: int) -> nn.ModuleDict:
+    """Stacks with random weights, by the name of their first head."""
+    every = nn.ModuleDict()
+    for shape, rate in stacks(config):
+        stack = HeadStack(shape, config.reject_weights, rate, hidden_size=hidden_size, seed=config.seed)
+        # torch does not allow a dot in a module's name
+        every[re.sub(r"[^0-9A-Za-z_+-]", "_", str(stack.specs[0]))] = stack
+    return every
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _INTERVAL = timedelta(minutes=3)
 class WholeCheckpoints(TorchCheckpointIO):
     """`TorchCheckpointIO` that writes local files atomically; a user's own callback may name remote ones."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -155,14 +156,13 @@ def quiet() -> None:
 
 def _checkpoints(heads: HeadsConfig) -> list[pl.Callback]:
     """Callbacks that write checkpoints after each validation, on exceptions, and every N steps or minutes."""
-    path: dict[str, Any] = {"dirpath": Path(heads.dir), "filename": "last", "enable_version_counter": False}
+    last = partial(CheckpointBetweenSteps, dirpath=Path(heads.dir), filename="last", enable_version_counter=False)
     steps = heads.checkpoint_every_n_steps
-    interval = {"train_time_interval": _INTERVAL} if steps is None else {"every_n_train_steps": steps}
-    epochs = {"every_n_epochs": 1, "save_on_exception": True}
-    return [CheckpointBetweenSteps(**path, **settings) for settings in (interval, epochs)]
+    by_interval = last(train_time_interval=_INTERVAL) if steps is None else last(every_n_train_steps=steps)
+    return [by_interval, last(every_n_epochs=1, save_on_exception=True)]
 
 
-def _environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
+def _environments(plugins: Sequence[object]) -> list[ClusterEnvironment]:
     """Under SLURM, its environment without Lightning's requeueing, which can save in the middle of a step."""
     is_set = any(isinstance(plugin, ClusterEnvironment) for plugin in plugins)
     if is_set or TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
@@ -173,5 +173,5 @@ def _environments(plugins: Sequence[Any]) -> list[ClusterEnvironment]:
         raise ValueError(f"SLURM: {error}") from error
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
