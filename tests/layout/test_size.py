@@ -25,7 +25,7 @@ STATEMENTS = {
     "evaluation": (6760, 4100),
     "serve": (500, 480),
     "papers": (1160, 850),
-    "checkpoints/recipes": (961, 930),
+    "checkpoints/recipes": (1008, 930),
     "benchmarks": (529, 340),
 }
 CONSTRUCTIONS = {
