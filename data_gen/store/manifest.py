@@ -104,9 +104,12 @@ def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | No
     return None
 
 
-def _weights(folder: Path) -> str:
-    """The hash of all weights; those of large files are remembered (`store.facts`)."""
-    paths = sorted([*folder.glob("*.safetensors"), *folder.glob("*.py")])
+def _weights(folder: Path) -> str | None:
+    """The hash of all weights, None if there are none; those of large files are remembered (`store.facts`)."""
+    tensors = list(folder.glob("*.safetensors"))
+    if not tensors:
+        return None
+    paths = sorted([*tensors, *folder.glob("*.py")])
     known = FileFacts()
     num_bytes = sum(path.stat().st_size for path in paths if not known.has(path, "sha256"))
     if num_bytes >= _SLOW_BYTES:

@@ -241,8 +241,8 @@ def _check_manifest(manifest: Manifest, data: DataConfig, *, pair: PairConfig) -
         recorded = manifest[name]
         described = {"name": source.path, "revision": source.revision}
         with suppress(FileNotFoundError):  # a directory without config.json: an empty mount point, a tokenizer alone
-            if Path(without_mtp(source).path).is_dir():
-                described = {"weights": describe_model(source)["weights"]}
+            if Path(without_mtp(source).path).is_dir() and (weights := describe_model(source)["weights"]):
+                described = {"weights": weights}
         if "weights" in described or not recorded.get("weights") or recorded.get("name") != Path(source.path).name:
             compared |= {f"{name} {key}": (recorded.get(key), value) for key, value in described.items()}
         elif is_first_process():

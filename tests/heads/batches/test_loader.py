@@ -180,6 +180,9 @@ def test_a_target_that_is_not_on_this_machine_is_the_manifests_with_a_warning(da
     config = replace(config, pair=replace(config.pair, target=source))
     feature_data(config)
     assert capsys.readouterr().err == ""
+    (target / "model.safetensors").unlink()
+    feature_data(config)
+    assert "warning: the target" in capsys.readouterr().err, "a directory without weights"
     shutil.rmtree(target)
     feature_data(config)
     (warning,) = capsys.readouterr().err.splitlines()
