@@ -28,7 +28,8 @@ def structured(*, out: str, num: int = 600, seed: int = 0) -> None:
     """
     path = Path(local_path(out, "--out"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in structured_prompts(num, seed=seed)))
+    lines = [json.dumps(prompt) for prompt in structured_prompts(num, seed=seed)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{path}: {num} prompts; use it as data.prompts")
 
 
@@ -49,7 +50,7 @@ def structured_prompts(num: int, *, seed: int = 0) -> list[dict[str, str]]:
 
 @cache
 def _lists() -> dict[str, Any]:
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def _filled(template: str, random: Random) -> str:
