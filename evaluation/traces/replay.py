@@ -79,7 +79,7 @@ class TraceLanes:
         """Lanes at the start of these rows; no round has begun."""
         start = trace.offsets[rows]
         limit = start + np.array([row.limit for row in trace.rows])[rows]
-        return cls(index, start, trace.offsets[rows + 1], limit, *[np.zeros_like(rows)] * 5)
+        return cls(index, start, trace.offsets[rows + 1], limit, *np.zeros((5, len(rows)), dtype=rows.dtype))
 
     def at(self, mask: Bool[Array, " lane"]) -> "TraceLanes":
         return TraceLanes(*(values[mask] for values in vars(self).values()))
@@ -124,21 +124,26 @@ class Lockstep:
     def _begin(self, begins: Array, state: State) -> None:
         lanes = self.lanes
         self.state = merged(begins, self.policy.begin(state), self.state)
-        most = np.minimum(self._allowed_by_loop(), self._room.take(lanes.start))
-        allowed = np.minimum(self.policy.limit(self.state), most).astype(np.int64)
+        # the other lanes are the most, and looking their numbers up would take most of the time
+        at = begins.nonzero()[0]
+        start = lanes.start[at]
+        most = np.minimum(self._allowed_by_loop()[at], self._room.take(start))
+        limit = np.broadcast_to(self.policy.limit(self.state), begins.shape)[at]
+        allowed = np.minimum(limit, most).astype(np.int64)
         if self.discards_short:
-            allowed = np.where(allowed < min_length(self.policy), 0, allowed)
-        first_rejected = self._rejected.take(lanes.start)
-        fork = self._fork.take(lanes.start)
-        new = {"position": np.zeros_like(lanes.start), "allowed": allowed, "stop": first_rejected, "fork": fork}
-        is_new = begins.all()  # with a fixed length always, and cheaper than the masks
-        for name, values in new.items():
-            setattr(lanes, name, values if is_new else np.where(begins, values, getattr(lanes, name)))
-        lanes.shift = self._first_drawn.take(lanes.fork) - lanes.fork
+            least = np.broadcast_to(min_length(self.policy), begins.shape)[at]
+            allowed = np.where(allowed < least, 0, allowed)
+        fork = self._fork.take(start)
+        lanes.allowed[at] = allowed
+        lanes.stop[at] = self._rejected.take(start)
+        lanes.fork[at] = fork
+        lanes.shift[at] = self._first_drawn.take(fork) - fork
+        lanes.position = np.where(begins, 0, lanes.position)  # a copy, since a policy may hold the outcome's
         self.feedback = mapped(lambda value: np.where(begins, 0.0, value), self.feedback)
 
     def _allowed_by_loop(self) -> Array:
-        return np.clip(self.lanes.limit - self.lanes.start - 1, 0, self.longest)
+        left = self.lanes.limit - self.lanes.start - 1
+        return np.minimum(np.maximum(left, 0), self.longest)  # np.clip takes four times as long
 
     def _drafted(self, may_draft: Array) -> tuple[Array, Array]:
         """One draft step where it is wanted: (where the draft has ended, where a forward ran and drew no token)."""

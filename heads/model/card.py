@@ -1,9 +1,10 @@
 """The model card (README.md) of an exported head: shape, usage, training data, metrics, threshold."""
 
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import ModelCard
-from jinja2 import ChainableUndefined, Environment
+from jinja2 import ChainableUndefined, Environment, Template
 
 from heads.model.formula import PAPERS
 from heads.model.inputs import SIGNALS, Inputs
@@ -35,6 +36,11 @@ def _sections(config: Json, num_parameters: int) -> dict[str, str]:
     facts = {"architecture": PAPERS, "papers": PAPERS, "num_parameters": num_parameters} | config
     facts["symbols"] = [SCALARS[name].symbol for name in inputs.scalars]
     facts["symbol_of_signal"] = SCALARS[SIGNALS[config["timing"]]].symbol
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined)
-    macros = environment.from_string(_TEXT.read_text(encoding="utf-8")).make_module(facts)
+    macros = _template().make_module(facts)
     return {name: str(getattr(macros, name)()).strip() for name in _SECTIONS}
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=ChainableUndefined)
+    return environment.from_string(_TEXT.read_text(encoding="utf-8"))
