@@ -109,9 +109,6 @@ class ModelledText:
         forwards.lm_head_of(self.model)
         self.with_hidden = True
 
-    def forget(self, length: int) -> None:
-        """Allow the cache to drop copies that only a return to fewer than `length` tokens would need."""
-
     def _check_side(self, num_first: int, end: int) -> None:
         """Raise ValueError if a text of `end` tokens, at first `num_first` of them at once, crosses a RoPE switch."""
         if self._length == 0:
@@ -177,6 +174,7 @@ class CachedModel(ModelledText):
             self.recorder.reset(num_tokens)
 
     def forget(self, length: int) -> None:
+        """Allow the cache to drop copies that only a return to fewer than `length` tokens would need."""
         if self._snapshots is not None:
             self._snapshots.forget(length)
 

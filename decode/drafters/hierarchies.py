@@ -92,7 +92,7 @@ class PreVerifiedDrafter(PolicyDrafter):
         text = list(committed)
         for window in self.rounds.lengths():
             room = limit - len(self.proposal.tokens)
-            if room < 1 or self.proposal.stop_reason != "limit":
+            if room < 1 or self.run.stop_reason != "limit":
                 break
             # a bonus token needs room too, and the model's forward must fit its context
             self._inner_round(text, int(min(window, room - self.rounds.bonus, self.model.max_length - len(text))))

@@ -83,8 +83,7 @@ class Batch:
         self._policy = policy = batched(drafter.policy, num_rows)
         rows = zip(self._draft.rows, self._target.rows, strict=True)
         self._sequences = [_Sequence(draft, target, policy) for draft, target in rows]
-        self._sampling = session.sampling
-        self._eos_ids = session.eos_ids
+        self._session = session
         self._max_draft_length = max_draft_length
         self._steps = DraftSteps(self._draft.rows[0].embedding)
         self._controller = BatchController(policy) if isinstance(policy, BatchAuto) else None
@@ -114,7 +113,7 @@ class Batch:
     def _begin(self, sequence: _Sequence, number: int, prompt_ids: list[int], limit: int, draws: Sampler) -> None:
         sequence.number = number
         sequence.committed = list(prompt_ids)
-        sequence.session = Session(self._sampling, self._eos_ids, draws, prompt_ids, limit)
+        sequence.session = Session(self._session.sampling, self._session.eos_ids, draws, prompt_ids, limit)
         sequence.session.take(sequence.target, "target", verifies=True)
         sequence.drafter.start(sequence.session)
 
@@ -159,7 +158,7 @@ class Batch:
         self._stepped = going
         tokens, signals = self._steps.read(
             position,
-            Normalised(logits, q if self._sampling.is_plain else None),
+            Normalised(logits, q if self._session.sampling.is_plain else None),
             torch.cat([row.hidden for row in rows]) if self._policy.heads else None,
             token,
             policies=[self._policy] * len(going),
@@ -180,10 +179,10 @@ class Batch:
         self, sequences: list[_Sequence], logits: Float[Tensor, "rows vocab"], nums: list[int]
     ) -> Float[Tensor, "rows vocab"]:
         """Distributions that tokens are drawn from, of `nums` rows of each sequence; at once if the sampling allows."""
-        if self._sampling.sees_no_tokens:
-            return self._sampling.dists(logits)
+        if self._session.sampling.sees_no_tokens:
+            return self._session.sampling.dists(logits)
         parts = [
-            self._sampling.dists(rows, sequence.committed, sequence.drafter.proposal.tokens)
+            self._session.sampling.dists(rows, sequence.committed, sequence.drafter.proposal.tokens)
             for rows, sequence in zip(logits.split(nums), sequences, strict=True)
         ]
         return torch.cat(parts)
@@ -193,10 +192,10 @@ class Batch:
         proposal.set_accepted(num_accepted, probs)
         # not timed: the seconds are the batch's (`BatchRound`)
         round_ = settle_round(
-            sequence.committed, proposal, next_token, sequence.target, sequence.drafter, eos_ids=self._eos_ids
+            sequence.committed, proposal, next_token, sequence.target, sequence.drafter, eos_ids=self._session.eos_ids
         )
         assert sequence.number is not None
         self._rounds[sequence.number].append(round_)
-        if round_.emitted[-1] in self._eos_ids or len(sequence.committed) >= sequence.session.num_tokens:
+        if round_.emitted[-1] in self._session.eos_ids or len(sequence.committed) >= sequence.session.num_tokens:
             sequence.number = None
         return round_

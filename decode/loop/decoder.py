@@ -143,7 +143,8 @@ class SpeculativeDecoder:
             while len(committed) < session.num_tokens:
                 round_ = self._round(committed, session.num_tokens - len(committed), session.draws)
                 for model in session.models:
-                    model.forget(len(committed) - 1)
+                    if isinstance(model, CachedModel):
+                        model.forget(len(committed) - 1)
                 yield round_
                 if round_.emitted[-1] in self.eos_ids:
                     return
@@ -206,7 +207,7 @@ class SpeculativeDecoder:
             paths = [[], *(tree.tokens_of(tree.path(node)) for node in range(len(tree)))]
             p = torch.cat([self.sampling.dists(row[None], text, path) for row, path in zip(logits, paths, strict=True)])
         proposal.accepted, next_token = verify_tree(tree, p, draws)
-        if proposal.takes_feedback:
+        if proposal.run.takes_feedback:
             proposal.acceptance_probs = node_probs(tree, proposal.best, p, draws)
         return next_token
 

@@ -33,8 +33,8 @@ class Proposal:
     """The nodes' parents, if the tokens are the nodes of a tree."""
     best: list[int] = field(default_factory=list)
     """Of a tree: nodes of the path that the policy saw."""
-    run: PolicyRun | None = None
-    """The policy's run through the generation; None: nothing but a limit stops the draft."""
+    run: PolicyRun = field(default_factory=lambda: PolicyRun(Policy()))
+    """The policy's run through the generation; by default nothing but a limit stops the draft."""
     accepted: Sequence[int] = ()
     """Indices of the accepted tokens, set after verification."""
     acceptance_probs: Sequence[float] = ()
@@ -43,20 +43,10 @@ class Proposal:
     num_micro: int = 0
     num_micro_forwards: int = 0
 
-    @property
-    def stop_reason(self) -> str:
-        """Why drafting stopped: limit, policy, eos."""
-        return "limit" if self.run is None else self.run.stop_reason
-
-    @property
-    def takes_feedback(self) -> bool:
-        """Whether the policy learns from acceptance probabilities."""
-        return self.run is not None and self.run.takes_feedback
-
     def set_accepted(self, num_accepted: int, probs: Sequence[float]) -> None:
         """Record the verification of a chain; `probs`: `lm.verification.revealed_probs`."""
         self.accepted = range(num_accepted)
-        if self.takes_feedback:
+        if self.run.takes_feedback:
             self.acceptance_probs = probs[: num_accepted + 1]
 
 

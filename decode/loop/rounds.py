@@ -118,7 +118,7 @@ def settle_round(
         drafted=tuple(proposal.tokens),
         num_accepted=len(accepted),
         emitted=tuple(emitted),
-        stop_reason=proposal.stop_reason,
+        stop_reason=proposal.run.stop_reason,
         counts=counts,
         draft_s=drafted_s - began_s,
         target_s=0.0 if clock_s is None else perf_counter() - drafted_s,

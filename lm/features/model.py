@@ -66,9 +66,6 @@ class FeatureModel:
     def embedding(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
         return self.draft.embed(tokens).to(tokens.device)
 
-    def forget(self, length: int) -> None:
-        """Nothing is to be done: the cache holds no copies."""
-
     def reset(self, num_tokens: int = 0) -> None:
         self.device = self.output_device = self.draft.device
         self._cache = growing_cache(CAPACITY + num_tokens)  # a tree's nodes need room beyond the text

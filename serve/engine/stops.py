@@ -36,7 +36,8 @@ class Stops:
             head.to(device)
         if device.type == "cpu":
             cpu.mend()
-        self.lanes, self._steps = Lanes(), DraftSteps(embedding)
+        self.lanes = Lanes()
+        self._steps = DraftSteps(embedding)
         self._rows: list[RequestRow] = []
         self._alive: Container[str] = ()
 
@@ -47,7 +48,8 @@ class Stops:
 
     def begin(self, longest: int) -> None:
         """Begin a round of at most `longest` tokens."""
-        self._position, self._probs = 0, list[Tensor]()
+        self._position = 0
+        self._probs: list[Tensor] = []
         self.lanes.begin([row._replace(room=min(row.room, longest)) for row in self._rows], self._alive)
 
     def step(self, logits: Tensor, hidden: Tensor, token: Tensor, probs: Tensor | None) -> None:

@@ -36,7 +36,7 @@ class PointMassDrafter(ModelDrafter):
 
     def propose(self, committed: list[int], max_tokens: int) -> Proposal:
         proposal = super().propose(committed, max_tokens)
-        if len(proposal.tokens) < self._min_length and proposal.stop_reason != "eos":
+        if len(proposal.tokens) < self._min_length and proposal.run.stop_reason != "eos":
             proposal.tokens, proposal.dists, self.run.steps = [], [], []
             self.run.stop("policy")
         return proposal
