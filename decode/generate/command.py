@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -61,7 +61,7 @@ def generate(
 
 def complete(
     config: Config | str | PurePath,
-    prompt: str | Sequence[Mapping[str, Any]],
+    prompt: str | Sequence[Mapping[str, object]],
     *,
     policy: str | Policy | None = None,
     max_new_tokens: int | None = None,
@@ -85,7 +85,7 @@ def complete(
 
 def _rounds(
     experiment: Experiment,
-    prompt: str | Sequence[Mapping[str, Any]],
+    prompt: str | Sequence[Mapping[str, object]],
     policy: Policy,
     max_new_tokens: int | None,
     *,

@@ -138,8 +138,7 @@ def speculative_generate(
     draft = _loaded(draft_model, model)
     if (config := generation_config) is None:
         raise ValueError(f"speculative_generate is not called alone; call {_CALL}")
-    for reason in _refusals(model, input_ids, config, logits_processor or [], model_kwargs):
-        raise ValueError(f"speculative_generate does not support {reason}")
+    _check(_refusals(model, input_ids, config, logits_processor or [], model_kwargs))
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft, model, config)
@@ -152,7 +151,7 @@ def speculative_generate(
     return _output(input_ids, generation, has_rounds=bool(config.return_dict_in_generate))
 
 
-def _output(input_ids: Tensor, generation: Generation, *, has_rounds: bool) -> Any:
+def _output(input_ids: Tensor, generation: Generation, *, has_rounds: bool) -> SpeculativeOutput | Tensor:
     new_ids = torch.tensor([generation.token_ids], dtype=torch.long, device=input_ids.device).view(1, -1)
     sequences: Any = torch.cat([input_ids, new_ids], dim=-1)  # transformers' annotations ask for a LongTensor
     return SpeculativeOutput(sequences, generation=generation) if has_rounds else sequences
@@ -238,6 +237,12 @@ def _rounds(
                     yield round_.truncated(index + 1)
                     return
             yield round_
+
+
+def _check(refusals: Iterator[str]) -> None:
+    """Raise ValueError with the first reason, if there is one; those after it are not looked for."""
+    for reason in refusals:
+        raise ValueError(f"speculative_generate does not support {reason}")
 
 
 def _refusals(

@@ -47,7 +47,7 @@ class SignalReader:
             )
         self.model = model
         self.requested = policy.signals
-        self.devices = _devices_of(model)
+        self.devices = model.device, model.output_device
         has_confidence = isinstance(model, BlockModel) and model.draft.confidence_head is not None
         self.confidence_of = model if isinstance(model, BlockModel) and "confidence_logit" in policy.signals else None
         if "confidence_logit" in policy.signals and not has_confidence:
@@ -183,19 +183,14 @@ class HostSignals(SignalReader):
 
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:
     """The reader for the device of the draft, or `made`, an earlier one of both, unless the draft was moved since."""
-    if made is not None and made.devices == _devices_of(model):
+    if made is not None and made.devices == (model.device, model.output_device):
         return made
     is_on_host = model.device.type == model.output_device.type == "cpu"
     return (HostSignals if is_on_host else SignalReader)(policy, model)
 
 
-def _devices_of(model: DraftModel) -> tuple[torch.device, torch.device]:
-    """Devices where the draft takes tokens, and where its logits and hidden states are."""
-    return model.device, model.output_device
-
-
 def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
-    network: Any = getattr(model, "model", None)  # a toy has none
+    network = getattr(model, "model", None)  # a toy has none
     owner = model.draft.embedding if isinstance(model, FeatureModel) else network and network.get_input_embeddings()
     return StepwiseHead(
         head, Vocabulary(model.num_embeddings, model.embedding, owner) if head.inputs.embedding else None

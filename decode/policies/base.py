@@ -260,8 +260,7 @@ def mapped(function: Callable[..., Number], *states: State) -> State:
     values = (
         mapped(function, *each) if isinstance(each[0], tuple) else function(*each) for each in zip(*states, strict=True)
     )
-    kind: Any = type(states[0])
-    return kind._make(values) if hasattr(kind, "_make") else tuple(values)
+    return getattr(type(states[0]), "_make", tuple)(values)  # of a NamedTuple, or of a plain tuple
 
 
 def _check(parameter: Field[object], value: object, least: Number, most: Number) -> None:

@@ -204,9 +204,13 @@ def _speculators(config: Keys) -> tuple[str, Keys]:
     if kind not in ("dflash", "dspark"):
         return f"speculators' {kind}", keys
     of_blocks = {"sample_from_anchor": kind == "dspark"} | (_NO_MARKOV if kind == "dspark" else _NO_HEADS)
-    ids = _shifted(config.get("aux_hidden_state_layer_ids"), -1)
-    # it has Qwen3's layer, whatever the target's family
-    return "dspark", of_blocks | keys | {"target_layer_ids": ids, "num_target_layers": None, "model_type": "qwen3"}
+    return "dspark", {
+        **of_blocks,
+        **keys,
+        "target_layer_ids": _shifted(config.get("aux_hidden_state_layer_ids"), -1),
+        "num_target_layers": None,
+        "model_type": "qwen3",  # it has Qwen3's layer, whatever the target's family
+    }
 
 
 def _nested(config: Keys, architectures: str) -> tuple[str, Keys]:
@@ -216,9 +220,15 @@ def _nested(config: Keys, architectures: str) -> tuple[str, Keys]:
     by_name = next((name for name in ("Domino", "DSpark") if name in architectures), by_keys)
     projector = str(nested.get("projector_type") or by_name)
     is_dspark = projector.lower() == "dspark"
-    keys = _NO_HEADS | {"num_target_layers": None, "window_follows_token": True, "sample_from_anchor": is_dspark}
-    keys |= {name: value for name, value in config.items() if name not in (*_NESTED, *_OUTER)} | nested
-    keys |= {"enable_confidence_head": nested.get("enable_confidence_head", bool(nested.get("confidence_head_alpha")))}
+    keys = {  # of equal names the last one
+        **_NO_HEADS,
+        "num_target_layers": None,
+        "window_follows_token": True,
+        "sample_from_anchor": is_dspark,
+        **{name: value for name, value in config.items() if name not in (*_NESTED, *_OUTER)},
+        **nested,
+        "enable_confidence_head": nested.get("enable_confidence_head", bool(nested.get("confidence_head_alpha"))),
+    }
     return "dspark" if is_dspark or projector == "dflash" else projector, keys
 
 
@@ -227,10 +237,13 @@ def _eagle3(config: Keys) -> Keys:
     nested = config.get("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
     from_zero = nested.get(name) if isinstance(nested, dict) else config.get("target_layer_ids")
-    ids = config.get(name) or _shifted(from_zero, 1)
-    # speculators' `norm_output` norms what later steps read; SpecForge's what the LM head reads, here `norm_logits`
-    norms = {"norm_output": False, "norm_logits": config.get("norm_output", True)}
-    return config | norms | {name: ids}
+    return {
+        **config,
+        # speculators' `norm_output` norms what later steps read; SpecForge's what the LM head reads, here `norm_logits`
+        "norm_output": False,
+        "norm_logits": config.get("norm_output", True),
+        name: config.get(name) or _shifted(from_zero, 1),
+    }
 
 
 def _shifted(ids: object, by: int) -> object:
@@ -274,9 +287,7 @@ def width_of(source: ModelSource) -> int | None:
     """Width of what heads on a feature draft read, by its config.json; None: not a feature draft."""
     layout, keys = _read(source)
     size = keys.get("hidden_size") if layout else None
-    if layout == "dspark" and size is not None:
-        size += markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
-    return size
+    return None if size is None else size + markov_width(keys.get("markov_rank", 0), keys.get("markov_head_type"))
 
 
 def max_positions_of(source: ModelSource) -> int:

@@ -37,7 +37,7 @@ def register() -> None:
 def _checked(create: Any, version: str) -> Any:
 
     @wraps(create)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> object:
         config = create(*args, **kwargs)
         if KEY in (config.additional_config or {}):
             from serve.engine.stops import policies_of

@@ -26,7 +26,7 @@ def stopping(base: type) -> type:
     """The proposer class `base` with stopping policies; unchanged if the configuration has none."""
 
     class StoppingProposer(base):  # type: ignore[misc, valid-type]
-        def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+        def __init__(self, vllm_config: Any, device: torch.device, runner: object = None) -> None:
             super().__init__(vllm_config, device, runner)
             self._stops = None
             if KEY in (vllm_config.additional_config or {}):
@@ -34,12 +34,12 @@ def stopping(base: type) -> type:
 
                 self._stops = Stops(vllm_config, device, lambda tokens: self.model.embed_input_ids(tokens))
 
-        def prepare_next_token_ids_padded(self, *step: Any) -> Any:
+        def prepare_next_token_ids_padded(self, *step: Any) -> object:
             if self._stops is not None:
                 self._stops.verified(*step)
             return super().prepare_next_token_ids_padded(*step)
 
-        def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        def propose(self, num_speculative_tokens: int, *args: object, **kwargs: object) -> object:
             if self._stops is None:
                 return super().propose(num_speculative_tokens, *args, **kwargs)
             self._stops.begin(num_speculative_tokens)
@@ -48,7 +48,7 @@ def stopping(base: type) -> type:
             self._last_draft_probs = self._stops.probs
             return self._stops.lanes.drafts
 
-        def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> Any:
+        def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: object) -> object:
             stops = self._stops
             if stops is None:
                 return super()._sample_draft_tokens(hidden_states, sampling_metadata)
