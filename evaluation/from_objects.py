@@ -51,20 +51,29 @@ def evaluate(
             that do not fit.
         FileNotFoundError: models, prompts or heads that do not exist.
     """
-    if (experiment is None) == (target is None or draft is None or prompts is None):
-        raise ValueError("give an experiment, or target, draft and prompts")
-    if experiment is not None:
+    if experiment is not None and (target is None or draft is None or prompts is None):
         config = load_config(experiment)
         decode = _decode_settings(settings, config.decode, heads=Path(config.decode.dir) / "heads")
         return evaluated(Experiment(replace(config, decode=decode)))
-    assert target is not None
-    assert draft is not None
+    if experiment is None and target is not None and draft is not None and prompts is not None:
+        return _of_models(target, draft, prompts, settings, tokenizer=tokenizer)
+    raise ValueError("give an experiment, or target, draft and prompts")
+
+
+def _of_models(
+    target: Model,
+    draft: Model,
+    prompts: Prompts,
+    settings: dict[str, Any],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Evaluation:
     # a policy with another head reads the trace again, so a temporary folder lives as long as the result
     scratch = None if "dir" in settings else TemporaryDirectory(prefix="evaluation-")
     root = local_path(settings.pop("dir", "") if scratch is None else scratch.name, "dir")
     temperature = settings.pop("temperature", 1.0)
     pair = pair_of(target, draft, root / "models", tokenizer=tokenizer, temperature=temperature)
-    evaluation = evaluated(Experiment(_config(pair, prompt_records(prompts or []), root, settings)))
+    evaluation = evaluated(Experiment(_config(pair, prompt_records(prompts), root, settings)))
     if scratch is not None:
         finalize(evaluation, scratch.cleanup)
     return evaluation

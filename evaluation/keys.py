@@ -51,7 +51,7 @@ _ELSEWHERE = ("path", "revision", "trust_remote_code")
 _AFTERWARDS = ("recommended", "metrics")  # entries of a head's config that do not change its scores
 
 
-def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
+def models_key(experiment: Experiment, *levels: Level) -> dict[str, object]:
     """Each model's description, its weights included, and how it is loaded."""
     sources = {level: asdict(getattr(experiment.models, level)) for level in levels}
     return {
@@ -60,7 +60,7 @@ def models_key(experiment: Experiment, *levels: Level) -> dict[str, Any]:
     }
 
 
-def machine_key(experiment: Experiment) -> dict[str, Any]:
+def machine_key(experiment: Experiment) -> dict[str, object]:
     """The processor's model, the GPU, the threads, and the versions of the packages and of the code that run there."""
     return {**_machine(experiment), "code": code_key()}
 
@@ -115,7 +115,7 @@ def head_key(head: AcceptanceHead) -> str:
     return digest(json.dumps([head.fingerprint(), config], sort_keys=True, default=str))
 
 
-def policy_key(policy: Policy) -> dict[str, Any]:
+def policy_key(policy: Policy) -> dict[str, str | None]:
     """A policy's class, its code if the class is custom, and its parameters."""
     kind = type(policy)
     values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]

@@ -85,7 +85,6 @@ def hsddw_tables(experiment: Experiment, *, eagle: str | None, repeats: int) -> 
 
 
 def _interval_of(gain: Gain) -> str:
-    """The interval of a speed-up, or nothing without one."""
     return "" if gain.low is None or gain.high is None else f" ({1 + gain.low:.2f}, {1 + gain.high:.2f})"
 
 

@@ -18,7 +18,6 @@ the first round of each, which reads the prompt, is left out.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -91,14 +90,14 @@ def specdec_tables(experiment: Experiment) -> list[Table]:
 
 def head_rows(
     heads: Mapping[str, AcceptanceHead], best: Mapping[str, Mapping[str, Best]], largest: Mapping[str, Best]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Table 3: KL and best throughput of every head. KL is of raw probabilities, as printed; without the official
     code's sign slip.
     """
     rows = []
     for name, head in sorted(heads.items(), key=lambda item: (item[1].provenance.reject_weight, item[1].depth)):
         metrics = head.provenance.metrics
-        row: dict[str, Any] = {"w_rej": f"{head.provenance.reject_weight:g}", "Depth D": head.depth}
+        row: dict[str, object] = {"w_rej": f"{head.provenance.reject_weight:g}", "Depth D": head.depth}
         for column, metric in (("train/KL", "train_raw_kl"), ("eval/KL", "raw_kl")):
             row[column] = f"{metrics[metric]:.3f}" if metric in metrics else ""
         for dataset, (speed, threshold) in best[name].items():

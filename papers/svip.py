@@ -114,7 +114,8 @@ def threshold_for(target: str, dev: Trace, times: Times) -> tuple[float, str]:
 def by_category(trace: Trace, policy: Policy, times: Times, dataset: str) -> dict[str, float]:
     """Predicted speed-ups over the target alone by category of the prompts; a dataset without categories is one."""
     played = replay_settings(trace, policy)
-    (tokens,), (seconds,) = played.counts.num_emitted, times.time_s(played)
+    [tokens] = played.counts.num_emitted
+    [seconds] = times.time_s(played)
     alone = Throughput(tokens, tokens * times.alone_s)
     return speed_ups(Throughput(tokens, seconds), alone, [row.category or dataset for row in trace.rows])
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ HEURISTIC = "transformers: heuristic"
 CONSTANT = "transformers: constant"
 UNASSISTED = "transformers: no assistant"
 SCHEDULES = (DEFAULT, HEURISTIC, CONSTANT)
-HEURISTICALLY: dict[str, Any] = {"num_assistant_tokens_schedule": "heuristic"}
+HEURISTICALLY: dict[str, object] = {"num_assistant_tokens_schedule": "heuristic"}
 _LEARNT = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
@@ -55,7 +54,7 @@ class _FirstToken:
         pass
 
 
-def constant(k: int) -> dict[str, Any]:
+def constant(k: int) -> dict[str, object]:
     """Entries of the draft's generation config for drafts of a fixed length."""
     settings = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
     return settings | {"assistant_confidence_threshold": 0.0}
@@ -70,24 +69,16 @@ def about_default() -> str:
 def assisted(
     pair: Pair,
     sampling: Sampling,
-    changes: Mapping[str, Any] | None,
+    changes: Mapping[str, object] | None,
     *,
     assistant: PreTrainedModel | None = None,
     ends_at_eos: bool = False,
 ) -> Arm:
-    """Assisted generations.
-
-    Args:
-        pair: draft and target.
-        sampling: passed to `generate`.
-        changes: settings of the draft's generation config, the only one that transformers reads; None: plain generation
-            without a draft.
-        assistant: a language model that drafts instead of the pair's draft.
-        ends_at_eos: a generation ends at the target's EOS; else it has as many tokens as are requested.
+    """Assisted generations; `changes` are settings of the draft's generation config, the only one that transformers
+    reads (None: plain generation without a draft), and `assistant` is a language model that drafts instead of the
+    pair's draft. With `ends_at_eos` a generation ends at the target's EOS; else it has as many tokens as are requested.
     """
     drafts = None if changes is None else assistant or pair.draft
-    helper: dict[str, Any] = {} if drafts is None else {"assistant_model": drafts}
-    helper |= _sampling_settings(sampling)
     settings = dict(changes or {})
 
     def written(request: Request) -> Clocked:
@@ -98,30 +89,37 @@ def assisted(
         with _set(pair.target, drafts, settings, ends_at_eos=ends_at_eos):
             started_s = perf_counter()
             output = pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, streamer=streamer, **helper
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                assistant_model=drafts,
+                streamer=streamer,
+                **_sampling_settings(sampling),
             )  # type: ignore[operator]
             whole_s = perf_counter() - started_s
             if drafts is not None:
                 settings.update({name: getattr(drafts.generation_config, name) for name in _LEARNT})
-        num_written = output.shape[1] - len(prompt)
-        assert ends_at_eos or num_written == num_tokens, "every arm writes the same number of tokens"
-        counts = Counts(num_emitted=num_written)
+        counts = Counts(num_emitted=output.shape[1] - len(prompt))
+        assert ends_at_eos or counts.num_emitted == num_tokens, "every arm writes the same number of tokens"
         return Clocked(counts=counts, whole_s=whole_s, first_token_s=streamer.at_s - started_s)
 
     return written
 
 
-def _sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Arguments of `generate` for a sampling."""
+def _sampling_settings(sampling: Sampling) -> dict[str, object]:
     if sampling.is_greedy:
         return {"do_sample": False}
-    warpers = {"temperature": float(sampling.temperature), "top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0}
-    return {"do_sample": True, **warpers}
+    return {
+        "do_sample": True,
+        "temperature": float(sampling.temperature),
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p or 1.0,
+    }
 
 
 @contextmanager
 def _set(
-    target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, Any], *, ends_at_eos: bool
+    target: PreTrainedModel, drafts: PreTrainedModel | None, settings: Mapping[str, object], *, ends_at_eos: bool
 ) -> Iterator[None]:
     """Copies of the generation configs, the draft's with these settings, and without EOS unless texts end there."""
     configs = {model: model.generation_config for model in (target, drafts) if model is not None}

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -40,14 +40,14 @@ def bench(
     num_prompts: int = 16,
     num_tokens: int = 64,
     json: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run `acceptance-heads bench`; `configs.measuring` documents its flags."""
     sizes = sizes_of(batch)
     counts = {"num_prompts": num_prompts, "num_tokens": num_tokens}
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"--{name} is {value}; at least 1 is timed")
-    document: dict[str, Any] = {"where": where(config), **counts}
+    document: dict[str, object] = {"where": where(config), **counts}
     with printing(json) as publish:
         if sizes is None:
             chosen = Race(config, race, policies=policies, families=families, constants=constants, **counts)
@@ -58,7 +58,7 @@ def bench(
     return document
 
 
-def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
+def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, object]]:
     cells: list[Cell] = []
     print("bench: every policy and schedule in turns; finished cells are stored", flush=True)
     for cell in race.cells(samplings):
@@ -66,7 +66,7 @@ def _raced(race: Race, samplings: Sequence[str]) -> list[dict[str, Any]]:
         cell_table(cell).print(_WIDTH)
     for table in gain_tables(cells) if len(cells) > 1 else ():
         table.print(_WIDTH)
-    announce([race.path])
+    announce([race.store.path])
     for cell in cells:
         say(f"\n{race_sentence(cell)}")
     return list(map(in_json, cells))
@@ -80,7 +80,7 @@ def _in_batches(
     lengths: Sequence[int],
     num_prompts: int,
     num_tokens: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     policies: dict[str, Policy] = {f"fixed_length:k={k}": FixedLength(k) for k in (0, *lengths)}
     policies |= {spec: experiment.policy(spec) for spec in specs}
     loop = Loop.of(
@@ -96,7 +96,7 @@ def _in_batches(
     return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 
 
-def where(config: Config) -> dict[str, Any]:
+def where(config: Config) -> dict[str, object]:
     """Models, hardware, versions, commit, date."""
     return {
         "target": config.pair.target.path,

@@ -51,9 +51,15 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
-_NO_PART = {"as_recorded", "datasets", "dir", "heads", "num_test", "perfect_head", "ratios"}
-_NO_PART |= {
+_NO_PART = {
+    "as_recorded",
+    "datasets",
+    "dir",
+    "heads",
+    "num_test",
+    "perfect_head",
     "prompts_per_shard",
+    "ratios",
     "stop_share",
     "t_draft_s",
     "t_target_s",
@@ -93,9 +99,9 @@ class Race:
         self._constants = constants
         self.experiment = Experiment(config)
         self._samplings = SAMPLINGS | {"own": self.experiment.sampling}
-        # made here, so that heads and custom policies are checked before anything is measured
+        # heads and custom policies are checked before anything is measured
         self._named = [self.experiment.policy(spec) for spec in policies]
-        self._checked = self._named or self.experiment.heads
+        _ = self._named or self.experiment.heads
         for name in config.decode.policies:
             registered(name)
         if self._named and BASELINE not in map(_family_of, policies):
@@ -103,17 +109,11 @@ class Race:
                 f"--policies names {', '.join(policies)}, and gains are measured from a fixed length; name one, "
                 "too, as fixed_length:k=5"
             )
-        self._assistant_source: ModelSource | None = None
-        if (path := rules.assistant) is not None:
-            if not self.experiment.has_feature_draft:
-                raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
-            self._assistant_source = ModelSource(path=path, dtype=config.pair.target.dtype)
-            model_config(self._assistant_source)
+        self._assistant_source = _assistant_of(self.experiment, rules.assistant)
         self.under = cache(self._under)
-        """The experiment under a sampling, by its name."""
         self._on_dev = cache(self._results_on_dev)
-        self.path = self.experiment.directory / "bench.jsonl"
-        self._store = KeyedStore(self.path, remedy="delete the line, and it is measured again")
+        path = self.experiment.directory / "bench.jsonl"
+        self.store = KeyedStore(path, remedy="delete the line, and it is measured again")
 
     @cached_property
     def _times(self) -> Times:
@@ -148,7 +148,7 @@ class Race:
                 }
                 for name, result in contest.results.items()
             }
-            self._store.keep([(key, {"arms": arms})])
+            self.store.keep([(key, {"arms": arms})])
         return Cell(
             contest=contest,
             sampling=sampling,
@@ -157,7 +157,7 @@ class Race:
             default_schedule=ways.about_default(),
         )
 
-    def key(self, dataset: str, sampling: str) -> dict[str, Any]:
+    def key(self, dataset: str, sampling: str) -> dict[str, object]:
         """Everything that a cell's value depends on."""
         experiment = self.experiment
         decode = asdict(self.experiment.decode)
@@ -186,16 +186,16 @@ class Race:
             "dev": [prompts_key(experiment, experiment.prompts(name, "dev")) for name in self._deciding(dataset)],
         }
 
-    def _finished(self, dataset: str, key: Mapping[str, Any]) -> Contest | None:
+    def _finished(self, dataset: str, key: Mapping[str, object]) -> Contest | None:
         """A stored cell's contest; None unless all of its generations are there."""
-        stored = self._store.get(key)
+        stored = self.store.get(key)
         if stored is None:
             return None
         arms: Mapping[str, dict[str, Any]] = stored["arms"]
         competitors = {
             name: competitor(arm["family"], arm["setting"], version=arm["version"]) for name, arm in arms.items()
         }
-        rows = StoredRuns(self._store, _run_of(key, competitors)).load()
+        rows = StoredRuns(self.store, _run_of(key, competitors)).load()
         names = self._requests(dataset)
         if not rows.keys() >= names.keys():
             return None  # a line was deleted
@@ -203,7 +203,7 @@ class Race:
         on_dev = {name: arm["on_dev"] for name, arm in arms.items()}
         return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
 
-    def _measured(self, dataset: str, sampling: str, key: Mapping[str, Any]) -> Contest:
+    def _measured(self, dataset: str, sampling: str, key: Mapping[str, object]) -> Contest:
         """A cell's contest on the clock; what is in the store is not decoded again."""
         arms = self._arms(dataset, sampling)
         competitors = {name: entry for name, (_, entry) in arms.items()}
@@ -212,15 +212,14 @@ class Race:
             {name: run for name, (run, _) in arms.items()},
             requests,
             desc=f"bench: {dataset}, {sampling}",
-            store=StoredRuns(self._store, _run_of(key, competitors)),
+            store=StoredRuns(self.store, _run_of(key, competitors)),
             warm_up=next(iter(requests.values())),
         )
         best = {} if self._named else self.best_arms(dataset, sampling)
         on_dev = {name: result.on_dev for name, result in best.items()}
         return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
 
-    def _terms(self) -> dict[str, Any]:
-        """The arguments that decide what every cell clocks."""
+    def _terms(self) -> dict[str, object]:
         return {
             "num_prompts": self._num_prompts,
             "num_tokens": self._num_tokens,
@@ -269,9 +268,9 @@ class Race:
             arms[f"{family} {setting}"] = run, competitor(family, setting)
         return arms
 
-    def _schedules(self, fixed: Policy | None) -> dict[tuple[str, str], Mapping[str, Any] | None]:
+    def _schedules(self, fixed: Policy | None) -> dict[tuple[str, str], Mapping[str, object] | None]:
         """(family, setting) of transformers' own ways -> changes of the draft's generation config; None: no draft."""
-        schedules: dict[tuple[str, str], Mapping[str, Any] | None] = {(ways.UNASSISTED, "-"): None}
+        schedules: dict[tuple[str, str], Mapping[str, object] | None] = {(ways.UNASSISTED, "-"): None}
         if self.experiment.has_feature_draft and self._assistant is None:
             return schedules
         # half of the best, too: a draft step of transformers costs more, so fewer do better
@@ -319,6 +318,7 @@ class Race:
         return hold(replays, self._times, is_online=(False,)).results
 
     def _under(self, name: str) -> Experiment:
+        """The experiment under the sampling of this name."""
         config = self._config
         sampling = self._samplings[name]
         if sampling == self.experiment.sampling:
@@ -330,13 +330,23 @@ class Race:
         return Experiment(replace(config, decode=decode, pair=replace(config.pair, sampling=of_pair)))
 
 
+def _assistant_of(experiment: Experiment, path: str | None) -> ModelSource | None:
+    if path is None:
+        return None
+    if not experiment.has_feature_draft:
+        raise ValueError(f"--race.assistant is {path}, and the pair's own draft drafts for transformers")
+    source = ModelSource(path=path, dtype=experiment.models.target.dtype)
+    model_config(source)
+    return source
+
+
 def _family_of(spec: str) -> str:
     """The name of a spec's policy, as it is written: entropy, head, auto, or module:Class."""
     name, _ = read_spec(spec)
     return name if ":" in name else spec.partition(":")[0]
 
 
-def _run_of(key: Mapping[str, Any], competitors: Mapping[str, Competitor]) -> str:
+def _run_of(key: Mapping[str, object], competitors: Mapping[str, Competitor]) -> str:
     """A digest of everything that decides the generations of a cell."""
     settings = [(name, entry.name) for name, entry in competitors.items()]
     return digest(dumps([key, settings], sort_keys=True, default=str))

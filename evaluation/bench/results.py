@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
-from typing import Any
 
 from decode.policies import FixedLength
 from decode.policies.registry import POLICIES
@@ -103,7 +102,7 @@ def contest_of(
     return Contest(dataset, times, results)
 
 
-def in_json(cell: Cell) -> dict[str, Any]:
+def in_json(cell: Cell) -> dict[str, object]:
     """A cell as the JSON document has it."""
     times = cell.contest.times
     arms = []

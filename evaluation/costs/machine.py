@@ -220,7 +220,7 @@ def loop_of(experiment: Experiment) -> Loop:
     return Loop.of(experiment, prompts=prompts, max_new_tokens=min(experiment.decode.max_new_tokens, _TOKENS))
 
 
-def key_of(experiment: Experiment) -> dict[str, Any]:
+def key_of(experiment: Experiment) -> dict[str, object]:
     """Everything that the times of a loop depend on. Of the prompts, the first ones, which are those that are timed
     unless they are too long.
     """
@@ -231,7 +231,7 @@ def key_of(experiment: Experiment) -> dict[str, Any]:
     return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}
 
 
-def loop_key(experiment: Experiment) -> dict[str, Any]:
+def loop_key(experiment: Experiment) -> dict[str, object]:
     """The models, the sampling, the longest draft and the machine of a loop, whatever it is timed on."""
     models = models_key(experiment, "target", "draft")
     return models | _drafting(experiment) | machine_key(experiment)
@@ -243,7 +243,7 @@ def recorded_times(store: KeyedStore, experiment: Experiment) -> dict[str, Any] 
     return next((value for key, value in store.entries()[::-1] if drafting.items() <= key.items()), None)
 
 
-def _drafting(experiment: Experiment) -> dict[str, Any]:
+def _drafting(experiment: Experiment) -> dict[str, object]:
     return {"sampling": experiment.sampling.as_dict(), "max_draft_length": experiment.decode.max_draft_length}
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from decode.policies import FixedLength
 from decode.policies.batch import BatchCosts
@@ -93,7 +92,7 @@ class Answer:
         """Gains over no speculation, the default and the best fixed length, as far as there are any."""
         return {base: choice.over(self.choices[base]) for base in _BASES if base in self.choices}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The answer in JSON."""
         choices = [
             {

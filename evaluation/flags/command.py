@@ -17,7 +17,7 @@ from configs.load import accepts_yaml
 from configs.schema import Config
 from decode.experiment import Experiment
 from evaluation.flags.answer import Traces, answer_of
-from evaluation.flags.counters import read_counters, speeds
+from evaluation.flags.counters import Array, read_counters, speeds
 from evaluation.flags.engines import ENGINES, Drafting, Engine
 from evaluation.flags.times import given_times, times_for
 from evaluation.gain import Splits
@@ -66,7 +66,7 @@ def flags(
 
 def _from_traces(
     engine: Engine, experiment: Experiment, given: Times | None, sizes: Sequence[int], *, has_drawn: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     engine.check(experiment.sampling)
     times = times_for(experiment, engine.name, given)
     answer = answer_of(engine, traces_for(experiment, engine), times)
@@ -81,9 +81,8 @@ def _from_traces(
 
 
 def _from_counters(
-    engine: Engine, counters: Sequence[Any], given: Times | None, sizes: Sequence[int], *, is_block: bool
-) -> dict[str, Any]:
-    """The best number of drafted tokens by counters alone."""
+    engine: Engine, counters: Sequence[Array], given: Times | None, sizes: Sequence[int], *, is_block: bool
+) -> dict[str, object]:
     if given is None:
         raise ValueError("--from needs times: give --t_draft_ms and --t_target_ms, or --log")
     speed, low, high = speeds(counters, given, 1, is_block=is_block)
@@ -115,7 +114,6 @@ def traces_for(experiment: Experiment, engine: Engine) -> Traces:
 
 def _complete(experiment: Experiment, folder: TraceFolder) -> Splits[Trace]:
     """A trace of all datasets together, recorded if it does not exist."""
-    folder.refuse_other()
     folder.complete()
     parts = map(folder.load, experiment.datasets)
     return Splits(*(join_traces(split) for split in zip(*parts, strict=True)))

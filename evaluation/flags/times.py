@@ -161,8 +161,6 @@ def timed_generations(loop: Loop) -> list[Clocked]:
 
 
 def _counted(pair: Pair, arm: Arm) -> Arm:
-    """The arm with its forwards counted."""
-
     def decode(request: Request) -> Clocked:
         calls: Counter[nn.Module] = Counter()
 

@@ -64,9 +64,15 @@ class Drafts(NamedTuple):
     def histograms(self, logit: Float[Tensor, "draft position"]) -> Iterator[Histogram]:
         """Histograms of tokens and of the survival of drafts, by position, and of all positions in the last row."""
         at = self.is_token
-        lengths = self.is_token.sum(1)
-        settings: dict[str, Any] = {"row_lengths": lengths, "num_positions": at.shape[1], "is_draft": True}
-        for parts in by_position(logit[at][None], self.acceptance_prob[at], label=self.rate[at][None], **settings):
+        both = by_position(
+            logit[at][None],
+            self.acceptance_prob[at],
+            label=self.rate[at][None],
+            row_lengths=self.is_token.sum(1),
+            num_positions=at.shape[1],
+            is_draft=True,
+        )
+        for parts in both:
             yield Histogram(*(torch.cat([part, part.sum(0, keepdim=True)]) for part in parts))
 
     def kept(self, logit: Float[Tensor, "draft position"]) -> Float[Tensor, " position_or_all"]:

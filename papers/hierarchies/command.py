@@ -7,7 +7,6 @@ from dev, the ratios of times at which the best hierarchy beats the best plain s
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -71,16 +70,18 @@ def play(loop: StoredLoop, competitors: Sequence[Competitor]) -> tuple[list[Deco
 
 def publish_tables(
     dev: Sequence[Decoded], test: Sequence[Decoded], shares: Mapping[str, float], directory: Path
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Print the tables of one dataset and write them; the same as JSON."""
-    (times, r2), given = fit_times([*dev, *test]), at_ratios(*_GIVEN, shares)
+    times, r2 = fit_times([*dev, *test])
+    given = at_ratios(*_GIVEN, shares)
     rows = tables.hierarchy_rows(test, times, given)
     gain = tables.third_level_frame(dev or test, times, shares)
     for name, frame in (("arms", pd.DataFrame(rows)), ("gain", gain)):
         write_atomic(directory / f"{name}.csv", frame.to_csv(index=False).encode())
     write_atomic(directory / "gain.svg", tables.third_level_plot(gain, directory.name).svg.encode())
-    nums = (decoded[0].num_prompts if decoded else 0 for decoded in (test, dev))
-    title = "{}: {} test prompts, settings chosen on {} dev prompts".format(directory.name, *nums)
+    num_test = len(test[0].played.prompt_of_row)
+    num_dev = len(dev[0].played.prompt_of_row) if dev else 0
+    title = f"{directory.name}: {num_test} test prompts, settings chosen on {num_dev} dev prompts"
     tables.table_4(rows, times, r2, given=given, title=title).print()
     tables.gain_table(gain, split="dev" if dev else "test").print()
     verdict = tables.third_level_verdict(test, dev, gain, times=times, r2=r2)

@@ -65,19 +65,27 @@ def hierarchies_of(
         made("interleaved (Chen)", schedules, lambda m, n: InterleavedDrafter(trio.micro, trio.draft, m=m, n=n)),
     ]
     if heads:
-        _, of_draft = policies = tuple(
-            HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads.values()
-        )
-        names = [Path(path).name for path in heads]
-        threshold = {"max_rejection_prob": max_rejection_prob}
-        made = partial(made, version=version_of(*policies))
-        plain = {"head": names[1]} | threshold
-        full = {"window": WINDOW, "heads": " + ".join(names)} | threshold
-        competitors += [
-            made("sd with head", [plain], lambda **_: ModelDrafter(trio.draft, of_draft), of_draft),
-            made("HSDDW with heads", [full], windowed(policies=policies), *policies),
-        ]
+        competitors += _with_heads(made, trio, heads, max_rejection_prob)
     return competitors
+
+
+def _with_heads(
+    made: Callable[..., Competitor], trio: PairModels, heads: Mapping[str, AcceptanceHead], max_rejection_prob: float
+) -> list[Competitor]:
+    """Plain speculation and full HSDDW, stopped by heads."""
+    policies = tuple(
+        HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads.values()
+    )
+    _, of_draft = policies
+    names = [Path(path).name for path in heads]
+    version = version_of(*policies)
+    plain = {"head": names[1], "max_rejection_prob": max_rejection_prob}
+    full = {"window": WINDOW, "heads": " + ".join(names), "max_rejection_prob": max_rejection_prob}
+    drafter = _windowed(trio, policies=policies)
+    return [
+        made("sd with head", [plain], lambda **_: ModelDrafter(trio.draft, of_draft), of_draft, version=version),
+        made("HSDDW with heads", [full], drafter, *policies, version=version),
+    ]
 
 
 def _competitor(

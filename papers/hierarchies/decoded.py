@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from json import dumps
-from typing import Any
 
 import numpy as np
 
@@ -47,10 +46,6 @@ class Decoded:
         """Models that ran: 1 is the target alone."""
         counts = self.played.counts
         return 1 + bool(counts.num_draft_forwards.any()) + bool(counts.num_micro_forwards.any())
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.played.prompt_of_row)
 
     def result(self, number: int = 0) -> Result:
         """One setting, by the clock."""
@@ -87,7 +82,7 @@ class StoredLoop:
     def __init__(self, experiment: Experiment, dataset: str, *, folder: str = "hierarchy") -> None:
         settings = {name: getattr(experiment.decode, name) for name in ("max_draft_length", "max_new_tokens", "seed")}
         levels = [level for level in LEVELS if getattr(experiment.models, level) is not None]
-        models: dict[str, Any] = {level: experiment.described(level) for level in levels}
+        models: dict[str, object] = {level: experiment.described(level) for level in levels}
         self.directory = experiment.directory / folder / dataset
         self.directory.mkdir(parents=True, exist_ok=True)
         facts = {"format": 1, **models, "sampling": experiment.sampling.as_dict(), **settings, "generator": GENERATOR}

@@ -8,7 +8,6 @@ times in question.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,14 +21,25 @@ from papers.hierarchies.configurations import PLAIN
 from papers.hierarchies.decoded import Decoded
 from papers.hierarchies.times import at_ratios, break_even, redundancy
 
-_COLUMNS = {"drafter": ("drafter", ""), "setting": ("setting", ""), "tokens": ("num_emitted", "")}
-_COLUMNS |= {"micro tokens": ("num_micro", ""), "draft tokens": ("num_drafted", "")}
-_COLUMNS |= {"micro forwards": ("num_micro_forwards", ""), "draft forwards": ("num_draft_forwards", "")}
-_COLUMNS |= {"target forwards": ("num_target", ""), "redundancy": ("redundancy", ".2%")}
-_COLUMNS |= {"utilisation": ("target_utilisation", ".2%"), "tokens/s": ("tokens_per_s", ".0f")}
-_COLUMNS |= {"speed-up": ("speedup", ".3f"), "95 % from": ("speedup_low", ".3f")}
-_COLUMNS |= {"to": ("speedup_high", ".3f"), "modelled": ("speedup_modelled", ".3f")}
-_COLUMNS |= {"given": ("speedup_at_ratios", ".3f"), "faster below": ("break_even", ".2f")}
+_COLUMNS = {
+    "drafter": ("drafter", ""),
+    "setting": ("setting", ""),
+    "tokens": ("num_emitted", ""),
+    "micro tokens": ("num_micro", ""),
+    "draft tokens": ("num_drafted", ""),
+    "micro forwards": ("num_micro_forwards", ""),
+    "draft forwards": ("num_draft_forwards", ""),
+    "target forwards": ("num_target", ""),
+    "redundancy": ("redundancy", ".2%"),
+    "utilisation": ("target_utilisation", ".2%"),
+    "tokens/s": ("tokens_per_s", ".0f"),
+    "speed-up": ("speedup", ".3f"),
+    "95 % from": ("speedup_low", ".3f"),
+    "to": ("speedup_high", ".3f"),
+    "modelled": ("speedup_modelled", ".3f"),
+    "given": ("speedup_at_ratios", ".3f"),
+    "faster below": ("break_even", ".2f"),
+}
 _QUIET = 0.9
 """R² of the fit below which wall clock is not to be trusted."""
 MICRO_RATIOS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -39,7 +49,7 @@ _DRAFT_RATIOS = (0.05, 0.1, 0.2, 0.4)
 _FINE = tuple(sorted({*(round(0.01 * step, 2) for step in range(101)), *MICRO_RATIOS}))
 
 
-def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, Any]]:
+def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> list[dict[str, object]]:
     """One row per competitor, decoded on the test prompts at one setting each, the target alone first: counts of three
     models, sigma, eta, measured speed-ups, and those predicted at fitted times and at given ones of other hardware.
     """
@@ -69,7 +79,7 @@ def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> li
     return rows
 
 
-def table_4(rows: Sequence[Mapping[str, Any]], times: Times, r2: float, *, given: Times, title: str) -> Table:
+def table_4(rows: Sequence[Mapping[str, object]], times: Times, r2: float, *, given: Times, title: str) -> Table:
     """HSDDW's Table 4, for every competitor."""
     t_micro, t_draft, t_target = (1e3 * time for time in (times.t_micro_s, times.t_draft_s, times.alone_s))
     title = (

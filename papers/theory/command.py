@@ -5,7 +5,6 @@ their means.
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -68,7 +67,7 @@ def theory(
         publish({"forms": rows, "best": fields, "written": written})
 
 
-def form_rows(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, Any]]:
+def form_rows(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator[dict[str, object]]:
     """Leviathan's form at lengths around the best; Chen's at several m and n, and the same schedules pre-verified."""
     for rate, cost in zip(rates, costs, strict=False):
         best = forms.best_draft_length(rate, cost)
@@ -110,7 +109,9 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     small model's rate. The paper's shows the closed forms only, and its text gives no figure in numbers.
     """
     figure, (tokens, speed, at_best) = panels_of(3, width=15.0, height=4.6)
-    (small, medium), lengths, form = rates, range(11), forms.interleaved_tokens
+    small, medium = rates
+    lengths = range(11)
+    form = forms.interleaved_tokens
     for m, colour in _BLOCKS.items():
         tokens.plot(lengths, [form(rates, m=m, n=n) for n in lengths], color=colour, label=f"m = {m}")
         speed.plot(lengths, [forms.schedule_speedup(form, rates, costs, m=m, n=n) for n in lengths], color=colour)

@@ -61,7 +61,7 @@ def cell_of(config, terms, sampling="own"):
     """(the store of a race, the key of its cell)."""
     policies = tuple(spec.format(head=head_of(config)) for spec in terms.get("policies", ()))
     made = Race(config, **terms | {"policies": policies})
-    return KeyedStore(made.path, remedy=""), made.key("prompts", sampling)
+    return KeyedStore(made.store.path, remedy=""), made.key("prompts", sampling)
 
 
 def decoded_of(config):
