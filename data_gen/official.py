@@ -26,7 +26,8 @@ from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import acceptance_prob_of
 from data_gen.pipeline import stages
 from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.worker import Job, Worker, check_lengths, limit_of
+from data_gen.pipeline.lengths import check_lengths, limit_of
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS
 from data_gen.responses.exchange import Answers, Exchange, ShardSpec

@@ -11,6 +11,7 @@ from typing import Literal
 from configs.hints import meant, say_next
 from configs.load import accepts_yaml
 from configs.schema import Config, DataConfig, PairConfig
+from data_gen.pipeline.lengths import check_lengths
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
 from data_gen.pipeline.stages import (
@@ -21,9 +22,10 @@ from data_gen.pipeline.stages import (
     refuse_other_prompts,
     settled,
     shards_of,
+    stage_before,
     stages_of,
 )
-from data_gen.pipeline.worker import Job, Worker, check_lengths
+from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.prompt import say_once
 from data_gen.prompts.sets import SPLITS, split_by, unreadable
 from data_gen.prompts.templates import TEMPLATES, show_first
@@ -151,15 +153,15 @@ def _complete(
     done = [spec for spec in specs if retry_errors and spec not in missing]
     retried = [spec for spec in done if account([shard_path(data.dir, "rows", spec.split, spec.index)])[0]["error"]]
     num_made = 0
-    order = stages_of(data)
     for stage in stages:
         if unfinished := [spec for spec in missing if not is_done(spec, data, stage)]:
-            for previous in order[: order.index(stage)][-1:]:
-                if lacking := [spec for spec in unfinished if not is_done(spec, data, previous)]:
-                    raise ValueError(
-                        f"stage {stage} needs stage {previous}, which is missing for {len(lacking)} shards of "
-                        f"{data.dir} (the first is {lacking[0].name}); run --stages {previous} to completion first"
-                    )
+            previous = stage_before(stage, data)
+            lacking = [spec for spec in unfinished if previous is not None and not is_done(spec, data, previous)]
+            if lacking:
+                raise ValueError(
+                    f"stage {stage} needs stage {previous}, which is missing for {len(lacking)} shards of "
+                    f"{data.dir} (the first is {lacking[0].name}); run --stages {previous} to completion first"
+                )
             _run(Job(pair=pair, data=data, stage=stage), unfinished)
             num_made = max(num_made, len(unfinished))
         if retried:

@@ -48,13 +48,24 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
     return ("respond", "draft") if data.labels == "server" else ("respond", "draft", "target")
 
 
+def stage_before(stage: Stage, data: DataConfig) -> Stage | None:
+    """The stage whose results this one reads; None for the first."""
+    order = stages_of(data)
+    number = order.index(stage)
+    return order[number - 1] if number else None
+
+
 def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
     """The section with `split_weights` and `num_train` as numbers. An existing directory keeps its shares, so that no
     prompt moves from one split to another. Evaluation settles the section as `data` did, so none of its test prompts
     was trained on.
     """
     if config.split_weights is None:
-        config = replace(config, split_weights=_weights(config, is_verbose=is_verbose))
+        weights = _kept_weights(config)
+        if weights is None and (weights := _exact_sizes(config)) is not None and is_verbose:
+            parts = "{:,} for train, {:,} for dev and {:,} for test".format(*weights)
+            print(f"{config.prompt_sources[0].path}: {sum(weights):,} prompts, {parts}")
+        config = replace(config, split_weights=weights or WEIGHTS)
     if config.num_train is None:
         if any(source.path == "stories" for source in config.prompt_sources):
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
@@ -62,33 +73,37 @@ def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
     return config
 
 
-def _weights(config: DataConfig, *, is_verbose: bool) -> tuple[int, int, int]:
-    """The shares of an existing directory; else `WEIGHTS`, or the exact sizes if these give too few prompts."""
-    if (Path(config.dir) / "manifest.json").is_file():
-        train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
-        return train, dev, test
+def _kept_weights(config: DataConfig) -> tuple[int, int, int] | None:
+    """The shares of an existing directory; None if there is none."""
+    if not (Path(config.dir) / "manifest.json").is_file():
+        return None
+    train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
+    return train, dev, test
+
+
+def _exact_sizes(config: DataConfig) -> tuple[int, int, int] | None:
+    """The sizes of train, dev and test, which are then the shares, if `WEIGHTS` give a split of a single set too few
+    prompts; else None. ValueError if the set is too small.
+    """
     sources = config.prompt_sources
     if len(sources) != 1 or config.split_ids is not None or sources[0].path == "stories":
-        return WEIGHTS
+        return None
     prompt_set = set_of(sources[0])
     if prompt_set.shares is not None:
-        return WEIGHTS
+        return None
     prompts = splittable(prompt_set, config.seed)
     num_dev = config.num_dev
     num_test = 0 if prompt_set.test_split else config.num_test
     requested = {"train": config.num_train, "dev": num_dev, "test": num_test}
     pools = split_by_id(prompts, weights=WEIGHTS, seed=config.seed)
     if config.num_train is not None and all(len(pools[split]) >= (requested[split] or 0) for split in SPLITS):
-        return WEIGHTS
+        return None
     num_rest = len(prompts) - num_dev - num_test
     if num_rest < (1 if config.num_train is None else config.num_train):
         raise ValueError(
             f"{sources[0].path} has {len(prompts):,} different prompts, but data.num_train, num_dev and num_test are "
             f"{config.num_train or 'null'}, {num_dev:,} and {num_test:,}; lower them, or add prompts"
         )
-    parts = f"{num_rest:,} for train, {num_dev:,} for dev and {num_test:,} for test"
-    if is_verbose:
-        print(f"{sources[0].path}: {len(prompts):,} prompts, {parts}")
     return num_rest, num_dev, num_test
 
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
@@ -39,9 +39,9 @@ from data_gen.responses.target import TargetInProcess
 from data_gen.responses.text import ResponseFile, Spelling
 from data_gen.responses.top_logprobs import joined_distributions, num_logprobs_of
 from data_gen.store.rows import Layout, layout_of
-from lm import Pair, Sampling, feature_draft_of, load_model, load_pair_tokenizer, model_config
+from lm import Pair, Sampling, feature_draft_of, load_model, load_pair_tokenizer
 from lm.draws import seed_of, uniforms
-from lm.features.released import max_positions_of, released_layout_of
+from lm.features.released import released_layout_of
 from lm.forwards import check_outputs, eos_ids_of
 from lm.pair import (
     check_width,
@@ -49,11 +49,12 @@ from lm.pair import (
     is_out_of_memory,
     load_generation_config,
     vocab_size_of,
-    without_weights,
 )
 from lm.parallel import sliced_models
-from lm.rope import refuse_crossing
 from store.shards import shard_path
+
+if TYPE_CHECKING:
+    from data_gen.responses.server import CompletionsServer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class Worker:
         self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
         self._asks = job.stage in ("together", "respond")
         uses_server = self._asks and "server" in (data.source, data.labels)
-        self._server: Any = self._first_requests() if uses_server else None
+        self._server = self._first_requests() if uses_server else None
         models = {name: load_model(getattr(pair, name)) for name in job.models}
         emitting = models.get("target", models.get("draft"))
         vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
@@ -121,7 +122,7 @@ class Worker:
         self._feature_draft = feature_draft_of(pair.draft, models["target"]) if has_feature_draft else None
         self.resize(data)
 
-    def _first_requests(self) -> Any:
+    def _first_requests(self) -> "CompletionsServer":
         """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
         from data_gen.responses.server import CompletionsServer  # needs the extra `serving`
 
@@ -130,33 +131,53 @@ class Worker:
         generation = load_generation_config(self.job.pair.target)
         check_unsent(data.server, sampling, generation.to_diff_dict() if generation else {})
         num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
-        settings: dict[str, Any] = {"model": data.server.model or self.job.pair.target.path, "num_logprobs": num}
-        settings |= {"sampling": sampling, "max_new_tokens": data.max_new_tokens}
-        return CompletionsServer(data.server, self._spelling, **settings)
+        return CompletionsServer(
+            data.server,
+            self._spelling,
+            model=data.server.model or self.job.pair.target.path,
+            sampling=sampling,
+            max_new_tokens=data.max_new_tokens,
+            num_logprobs=num,
+        )
 
     def resize(self, data: DataConfig) -> None:
         """Build the source and the labellers for the batch size and the limits of `data`."""
-        self.data, models = data, self._models
-        common: dict[str, Any] = {"sampling": self._sampling, "vocab_size": self._vocab_size}
-        self.source: ResponseSource | None = None
-        if self._asks and data.source == "server":
-            self.source = self._server
-        elif self._asks and data.source == "file":
-            self.source = ResponseFile(
-                str(data.responses),
-                self._spelling,
-                max_new_tokens=data.max_new_tokens,
-                make_generator=self._target_in_process if self._may_generate else None,
-            )
-        elif self._asks:
-            self.source = self._target_in_process()
-        common |= {"target": models.get("target"), "chunk_mb": data.chunk_mb}
-        self.labeller = Labeller(draft=models.get("draft"), batch_size=data.batch_size, **common)
+        self.data = data
+        self.source = self._source() if self._asks else None
+        self.labeller = Labeller(
+            draft=self._models.get("draft"),
+            target=self._models.get("target"),
+            sampling=self._sampling,
+            vocab_size=self._vocab_size,
+            batch_size=data.batch_size,
+            chunk_mb=data.chunk_mb,
+        )
         self.chains: ChainLabeller | None = None
         if self._feature_draft is not None:
-            eos_ids = Pair(models["target"], self._feature_draft, None, self.tokenizer).eos_ids
-            common |= {"eos_ids": eos_ids, "draft_length": data.draft_length, "draft_every": data.draft_every}
-            self.chains = ChainLabeller(draft=self._feature_draft, **common)
+            target = self._models["target"]
+            self.chains = ChainLabeller(
+                draft=self._feature_draft,
+                target=target,
+                sampling=self._sampling,
+                vocab_size=self._vocab_size,
+                eos_ids=Pair(target, self._feature_draft, None, self.tokenizer).eos_ids,
+                draft_length=data.draft_length,
+                draft_every=data.draft_every,
+                chunk_mb=data.chunk_mb,
+            )
+
+    def _source(self) -> ResponseSource:
+        """Where the stage gets its responses from."""
+        if self.data.source == "file":
+            return ResponseFile(
+                str(self.data.responses),
+                self._spelling,
+                max_new_tokens=self.data.max_new_tokens,
+                make_generator=self._target_in_process if self._may_generate else None,
+            )
+        if self.data.source == "server" and self._server is not None:
+            return self._server
+        return self._target_in_process()
 
     @property
     def _may_generate(self) -> bool:
@@ -256,30 +277,38 @@ class Worker:
         self.resize(replace(data, batch_size=size))
 
     def _make(self, spec: ShardSpec, progress: Progress, answers: Answers | None) -> None:
+        """Read what the stage needs, label it and write the result; stages differ in the models that label."""
         stage = self.job.stage
-        columns = dict[str, Tensor]()
         if self.source is None:
-            path = stages.stage_path(spec, self.data, "draft" if stage == "target" else "respond")
+            path = stages.stage_path(spec, self.data, str(stages.stage_before(stage, self.data)))
             answers = stages.answers_in(path)
             columns = safetensors.torch.load_file(path)
         else:
             answers = self._ask(spec, progress) if answers is None else answers
-            if self.data.labels == "server":
-                known = joined_distributions([exchange.distributions for exchange in answers.exchanges])
-                columns = {"p_ids": known.ids, "p_probs": known.probs}
-        # all sources but this one count problems with answers themselves
-        old = [] if isinstance(self.source, TargetInProcess) else answers.problems
-        labelled = Labelled(columns, {})
+            columns = self._given_labels(answers)
         if stage != "respond":
             progress(len(answers.problems))  # they get no labels
-            labelled = self._labelled(spec, answers.exchanges, columns, progress)
-            answers = without(spec, answers, labelled.broken)
-        if not self.job.writes:
-            pass
-        elif stage == "respond" or (stage == "draft" and self.data.labels == "target"):
-            stages.save(spec, stage, answers, labelled.columns, self.data)
-        else:
+        label = {
+            "together": self._label_together,
+            "respond": self._label_nothing,
+            "draft": self.label_and_mix,
+            "target": self._label_drafted,
+        }[stage]
+        labelled = label(spec, answers.exchanges, columns, progress)
+        if labelled.broken and self.chains is None:
+            labelled = self._without_broken(labelled, layout_of(answers.exchanges))
+        self._finish(spec, answers, labelled)
+
+    def _finish(self, spec: ShardSpec, answers: Answers, labelled: Labelled) -> None:
+        """Write the rows that are not broken; ValueError if nearly all of the latest rows ended in an error."""
+        stage = self.job.stage
+        # all sources but this one count problems with answers themselves
+        old = [] if isinstance(self.source, TargetInProcess) else answers.problems
+        answers = without(spec, answers, labelled.broken)
+        if self.job.writes and stage == stages.stages_of(self.data)[-1]:
             stages.write_files(spec, answers, labelled, self.data)
+        elif self.job.writes:
+            stages.save(spec, stage, answers, labelled.columns, self.data)
         failed = [problem for problem in answers.problems if problem.outcome == "error" and problem not in old]
         self._latest.add(
             [*failed, *[None] * len(answers.exchanges)],
@@ -290,9 +319,16 @@ class Worker:
     def _ask(self, spec: ShardSpec, progress: Progress) -> Answers:
         assert self.source is not None
         answers = ask(self._turns(spec, progress), self.source, progress)
-        if self.data.labels == "server":
+        if self.data.labels == "server" and self._server is not None:
             answers = self._server.labelled(spec, answers)
         return answers
+
+    def _given_labels(self, answers: Answers) -> dict[str, Tensor]:
+        """The target's distributions that came with the answers; with `labels: target` none do."""
+        if self.data.labels == "target":
+            return {}
+        known = joined_distributions([exchange.distributions for exchange in answers.exchanges])
+        return {"p_ids": known.ids, "p_probs": known.probs}
 
     def _turns(self, spec: ShardSpec, progress: Progress) -> Turns[Answers]:
         """The requests of a shard; with `keeps_responses` only those without a row."""
@@ -301,24 +337,30 @@ class Worker:
             kept = stages.answers_in(shard_path(self.data.dir, "rows", spec.split, spec.index)).exchanges
         return turns_of(spec, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
 
-    def _labelled(
-        self, spec: ShardSpec, exchanges: Sequence[Exchange], columns: dict[str, Tensor], progress: Progress
+    @staticmethod
+    def _label_nothing(
+        spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
     ) -> Labelled:
-        """The labels of all rows but broken ones."""
-        data = self.data
+        return Labelled(dict(known), {})
+
+    def _label_together(
+        self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
+    ) -> Labelled:
         if self.chains is not None:
-            uniform = uniforms(self._seed(spec, "draft"), layout_of(exchanges).num_tokens, data.draft_length)
+            uniform = uniforms(self._seed(spec, "draft"), layout_of(exchanges).num_tokens, self.data.draft_length)
             return self.chains.label(exchanges, uniform, progress=progress)
-        if self.job.stage == "target":
-            inputs = {name: columns[name] for name in ("draft_ids", "log_q")}
-            labelled = self.labeller.label(exchanges, inputs, progress=progress)
-            labelled = labelled._replace(columns=columns | labelled.columns)
-        else:
-            states = [exchange.states for exchange in exchanges if exchange.states is not None]
-            if states and len(states) == len(exchanges):  # responses of an earlier run have none
-                columns["target_states"] = torch.cat(states)
-            labelled = self.label_and_mix(spec, exchanges, columns, progress)
-        return self._without_broken(labelled, layout_of(exchanges)) if labelled.broken else labelled
+        states = [exchange.states for exchange in exchanges if exchange.states is not None]
+        if states and len(states) == len(exchanges):  # responses of an earlier run have none
+            known = {**known, "target_states": torch.cat(states)}
+        return self.label_and_mix(spec, exchanges, known, progress)
+
+    def _label_drafted(
+        self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
+    ) -> Labelled:
+        """The target's labels of what the stage `draft` drafted, beside the columns of that stage."""
+        inputs = {name: known[name] for name in ("draft_ids", "log_q")}
+        labelled = self.labeller.label(exchanges, inputs, progress=progress)
+        return labelled._replace(columns={**known, **labelled.columns})
 
     def label_and_mix(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
@@ -343,30 +385,7 @@ class Worker:
         return labelled._replace(columns={name: values[is_kept] for name, values in labelled.columns.items()})
 
 
-def _eos_ids(target: ModelSource, tokenizer: Any) -> frozenset[int]:
+def _eos_ids(target: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
     ids = eos_ids_of(load_generation_config(target))
     return ids or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))
-
-
-def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("draft", "target")) -> None:
-    """Raise ValueError if a model cannot read the longest text of the config; no weights are loaded."""
-    longest = data.max_prompt_tokens + data.max_new_tokens
-    subject = f"data.max_prompt_tokens + data.max_new_tokens is {longest}"
-    for name in names:
-        source: ModelSource = getattr(pair, name)
-        limit = limit_of(source)
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"{subject} and {name} {source.path} reads at most {limit} positions; lower either setting"
-            )
-        if released_layout_of(source) is None:
-            remedy = f"lower either setting for {name} {source.path}"
-            refuse_crossing(without_weights(source), 0, longest, subject=subject, remedy=remedy)
-
-
-def limit_of(source: ModelSource) -> int | None:
-    """The longest sequence that a model or a feature draft reads, by its config; None if it sets no limit."""
-    if released_layout_of(source) is not None:
-        return max_positions_of(source)
-    return getattr(model_config(source).get_text_config(), "max_position_embeddings", None)

@@ -115,46 +115,52 @@ def _chat(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; set data.template to one of "
             f"{', '.join(_WRAPPERS)}"
         )
+    messages = _messages_of(prompt, turns, replies)
+    tools = _tools_of(prompt)
+    template = _undated(tokenizer, has_tools=tools is not None)
+    text = _attempt(messages, tokenizer, tools, template)
+    if isinstance(text, str) and _has_all(text, messages):
+        return text
+    # templates of models that also read images expect a list of parts
+    parts: list[Fields] = []
+    for message in messages:
+        parts.append(message | {"content": [{"type": "text", "text": message["content"]}]})
+    of_parts = _attempt(parts, tokenizer, tools, template)
+    is_whole = isinstance(of_parts, str) and _has_all(of_parts, messages)
+    # a template that does not loop over the parts writes the list itself, as Python does
+    if is_whole and not any(str(part["content"]) in str(of_parts) for part in parts):
+        return str(of_parts)
+    if isinstance(text, Exception):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        kind = "" if type(text) is TemplateError else f"{type(text).__name__}: "
+        raise RefusedPromptError(
+            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
+            f"{kind}{text}; remove such prompts or columns, or set data.template: plain"
+        ) from text
+    raise RefusedPromptError(
+        f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
+        "list of text parts; use the template of the model's own text examples, or set data.template: plain"
+    )
+
+
+def _messages_of(prompt: Prompt, turns: Sequence[str], replies: Sequence[str]) -> list[Fields]:
+    """The conversation in the form of chat templates."""
     messages: list[Fields] = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for index, turn in enumerate(turns):
         messages.append({"role": prompt.roles[index] if prompt.roles else "user", "content": turn})
         if index < len(replies):
             messages.append({"role": "assistant", "content": replies[index]})
+    return messages
+
+
+def _tools_of(prompt: Prompt) -> list[Fields | Callable[..., object]] | None:
     try:
         tools = json.loads(prompt.tools or "[]") or None
     except ValueError:
         tools = prompt.tools
     if not isinstance(tools, list | None):
         raise RefusedPromptError(f"prompt {prompt.id}: tools are {prompt.tools[:80]!r}; give a JSON list")
-    template = _undated(tokenizer, has_tools=tools is not None)
-    failure: Exception | None = None
-    text = ""
-    try:
-        text = _applied(messages, tokenizer, tools, template)
-    except _FAILURES as error:
-        failure = error
-    if failure is None and _has_all(text, messages):
-        return text
-    parts: list[Fields] = []
-    try:  # templates of models that also read images expect a list of parts
-        parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
-        text = _applied(parts, tokenizer, tools, template)
-    except _FAILURES:
-        parts = []
-    # a template that does not loop over the parts writes the list itself, as Python does
-    if parts and _has_all(text, messages) and not any(str(part["content"]) in text for part in parts):
-        return text
-    if failure is not None:
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        kind = "" if type(failure) is TemplateError else f"{type(failure).__name__}: "
-        raise RefusedPromptError(
-            f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} refuses messages of the roles {roles}: "
-            f"{kind}{failure}; remove such prompts or columns, or set data.template: plain"
-        ) from failure
-    raise RefusedPromptError(
-        f"prompt {prompt.id}: the chat template of {tokenizer.name_or_path} leaves out the user's words, also as a "
-        "list of text parts; use the template of the model's own text examples, or set data.template: plain"
-    )
+    return tools
 
 
 def _undated(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool) -> str:
@@ -174,16 +180,21 @@ def _undated(tokenizer: "PreTrainedTokenizerBase", *, has_tools: bool) -> str:
     return dated
 
 
-def _applied(
+def _attempt(
     messages: list[Fields],
     tokenizer: "PreTrainedTokenizerBase",
     tools: list[Fields | Callable[..., object]] | None,
     template: str,
-) -> str:
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
-    return str(text)
+) -> str | Exception:
+    """The text of a chat template, or what running it raised."""
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except _FAILURES as error:
+        return error
 
 
 def _has_all(text: str, messages: Sequence[Fields]) -> bool:

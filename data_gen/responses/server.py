@@ -43,6 +43,7 @@ from lm import Sampling
 from lm.draws import seed_of
 
 Result = TypeVar("Result")
+Row = TypeVar("Row", Request, Exchange)
 _REFUSING = (400, 422, 500)
 _FAILING = 500
 """Statuses that concern one request; those above the last concern the server."""
@@ -110,7 +111,7 @@ class Servers:
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
 
-    async def ask(self, body: Mapping[str, Any]) -> Any:
+    async def ask(self, body: Mapping[str, Any]) -> object:
         """The JSON answer of one of the servers to a completion request.
 
         Raises:
@@ -135,7 +136,7 @@ class Servers:
                 if url in self._live or not self._live:  # without a server, each request that ends wakes the next
                     self._slots.put_nowait(url)
 
-    async def ask_at(self, url: str, body: Mapping[str, Any]) -> Any:
+    async def ask_at(self, url: str, body: Mapping[str, Any]) -> object:
         """The same for one server; GoneError if it does not answer."""
         try:
             answer = await self._clients[url].completions.with_raw_response.create(model=self.model, **body)
@@ -222,14 +223,14 @@ class CompletionsServer:
         return in_order(spec, [*answers.exchanges, *answers.problems, *self.with_distributions(without)])
 
     def _all(
-        self, rows: Sequence[Any], work: Callable[[Any], Coroutine[Any, Any, Exchange]]
+        self, rows: Sequence[Row], work: Callable[[Row], Coroutine[Any, Any, Exchange]]
     ) -> list[Exchange | Problem]:
         """The results of `work` in the order of the rows; what the servers refuse is a problem, and nearly only
         problems end the run.
         """
         subject = f"answers of {', '.join(self.server.urls)} are invalid"
 
-        async def result_of(row: Any) -> Exchange | Problem:
+        async def result_of(row: Row) -> Exchange | Problem:
             result: Exchange | Problem
             try:
                 result = await work(row)
@@ -311,7 +312,7 @@ class CompletionsServer:
             "token_ids, data.server.kind to vllm, or add_special_tokens in data.server.extra"
         )
 
-    def _read(self, completion: Any, request: Request) -> Exchange:
+    def _read(self, completion: object, request: Request) -> Exchange:
         choice = _choice(completion)
         _refuse_other_prompt(completion, choice, request.prompt_ids)
         text = choice.get("text")
@@ -335,21 +336,21 @@ class CompletionsServer:
         return answer._replace(distributions=self._distributions(_positions(choice), ids, are_drawn=True))
 
 
-def _choice(completion: Any) -> dict[str, Any]:
+def _choice(completion: object) -> dict[str, Any]:
     choices = completion.get("choices") if isinstance(completion, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise RefusedError(f"{_INVALID}, expected one choice: {str(completion)[:160]!r}")
     return choices[0]
 
 
-def _usage(completion: Mapping[str, object], name: str) -> int:
+def _usage(completion: object, name: str) -> int:
     """A number of tokens in the answer's `usage`; 0 if the server does not report it."""
-    usage = completion.get("usage")
+    usage = completion.get("usage") if isinstance(completion, dict) else None
     number = usage.get(name) if isinstance(usage, dict) else None
     return number if type(number) is int else 0
 
 
-def _refuse_other_count(completion: Mapping[str, object], ids: Sequence[int], *, eos_ids: frozenset[int]) -> None:
+def _refuse_other_count(completion: object, ids: Sequence[int], *, eos_ids: frozenset[int]) -> None:
     """RefusedError if the server generated another number of tokens than its text has under this tokenizer; servers
     count end-of-sequence or leave it out.
     """
@@ -363,9 +364,7 @@ def _refuse_other_count(completion: Mapping[str, object], ids: Sequence[int], *,
         )
 
 
-def _refuse_other_prompt(
-    completion: Mapping[str, object], choice: Mapping[str, object], prompt_ids: Sequence[int]
-) -> None:
+def _refuse_other_prompt(completion: object, choice: Mapping[str, object], prompt_ids: Sequence[int]) -> None:
     """RefusedError if the answer shows that the server read another prompt than these ids."""
     num_read = _usage(completion, "prompt_tokens")
     if num_read not in (0, len(prompt_ids)):
@@ -373,7 +372,7 @@ def _refuse_other_prompt(
             f"the server read a prompt of {num_read} tokens (usage.prompt_tokens), but {len(prompt_ids)} were sent: "
             "it cuts prompts, adds a token such as a second BOS, or wraps them in its own template"
         )
-    if completion.get("truncated"):
+    if isinstance(completion, dict) and completion.get("truncated"):
         raise RefusedError("the server truncated the prompt or the response; give it a longer context")
     read_ids = choice.get("prompt_token_ids")
     if isinstance(read_ids, list) and read_ids != list(prompt_ids):

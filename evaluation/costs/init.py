@@ -23,9 +23,9 @@ from configs.limits import check_limits
 from configs.load import accepts_yaml
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
+from data_gen.pipeline.lengths import limit_of
 from data_gen.pipeline.plan import duration, shard_size
 from data_gen.pipeline.plan import plan as plan_data
-from data_gen.pipeline.worker import limit_of
 from data_gen.prompts.sets import is_generated, load, set_of, splittable
 from data_gen.prompts.templates import show_first
 from evaluation.costs.defaults import default_sampling, refuse_large_draft
