@@ -121,7 +121,7 @@ def _config(pair: PairConfig, root: Path, num_prompts: int, settings: dict[str, 
     return Config(pair=pair, data=data, heads=HeadsConfig(dir=str(root / "heads")), decode=decode)
 
 
-def _record(prompt: Any, index: int) -> Fields:
+def _record(prompt: object, index: int) -> Fields:
     record = {"id": str(index), "prompt": prompt} if isinstance(prompt, str) else prompt
     record = dict(record) if isinstance(record, Mapping) else {"messages": record}
     try:
@@ -132,7 +132,7 @@ def _record(prompt: Any, index: int) -> Fields:
     return record
 
 
-def _line(record: Mapping[str, Any]) -> str:
+def _line(record: Mapping[str, object]) -> str:
     line = json.dumps(record, ensure_ascii=False)
     return f"{line if is_text(line) else json.dumps(record)}\n"  # half a character: `data` names the prompt
 

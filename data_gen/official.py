@@ -129,7 +129,7 @@ def _check_fit(exchange: Exchange, columns: Mapping[str, Tensor], *, num_ids: in
         )
 
 
-def _claim(directory: str, manifest: Mapping[str, Any], split: str, file: Path) -> None:
+def _claim(directory: str, manifest: Mapping[str, object], split: str, file: Path) -> None:
     """Settle the manifest, and record the file of the split, so that no other file can continue its shards."""
     settle(directory, manifest)
     path = Path(directory, "imported", f"{split}.json")
@@ -143,7 +143,7 @@ def _claim(directory: str, manifest: Mapping[str, Any], split: str, file: Path) 
     write_atomic(path, json.dumps(source).encode())
 
 
-def _manifest(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
+def _manifest(pair: PairConfig, data: DataConfig) -> dict[str, object]:
     target = pair.target  # described by its name if it was never downloaded
     is_here = Path(target.path).is_dir()
     return {
@@ -161,7 +161,7 @@ def _manifest(pair: PairConfig, data: DataConfig) -> dict[str, Any]:
     }
 
 
-def _parse(item: Any, name: str, *, where: str) -> Row:
+def _parse(item: object, name: str, *, where: str) -> Row:
     """One object of the file as the row `name`; `where` is for messages."""
     if not isinstance(item, dict):
         raise ValueError(f"{where}: expected an object, got {type(item).__name__}")
@@ -199,7 +199,7 @@ def _list(item: dict[str, Any], key: str, where: str) -> list[Any]:
     return value
 
 
-def _read(path: Path) -> list[Any]:
+def _read(path: Path) -> list[object]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; set --file to the path of the official JSON")
     try:

@@ -10,7 +10,7 @@ from store.lock import only_writer
 _WAIT_S = 60.0
 Json = dict[str, Any]
 """A JSON object. The types of its values depend on the file."""
-Key = Mapping[str, Any]
+Key = Mapping[str, object]
 
 
 def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> Json:
@@ -61,7 +61,7 @@ class KeyedStore:
         """The value of a key; None if it has none."""
         return next((value for other, value in self.entries() if _canonical(other) == _canonical(key)), None)
 
-    def keep(self, entries: Iterable[tuple[Key, Mapping[str, Any]]]) -> None:
+    def keep(self, entries: Iterable[tuple[Key, Mapping[str, object]]]) -> None:
         """Add entries; a new value replaces the key's earlier one."""
         lines = "".join(json.dumps({"key": key, "value": value}) + "\n" for key, value in entries)
         lock = only_writer(self.path.parent, setting="directory", name=f".{self.path.name}.lock", wait_s=_WAIT_S)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -16,7 +16,7 @@ _COUNT = "{n:.0f}/{total_fmt} {unit}"
 _SCALED = "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
-def _size_of(terminal: Any) -> dict[str, Any]:
+def _size_of(terminal: TextIO) -> dict[str, Any]:
     """tqdm's arguments for the terminal's size; some containers report 0 lines, on which tqdm would draw nothing."""
     with suppress(OSError):
         if os.get_terminal_size(terminal.fileno()).lines > 0:
@@ -27,7 +27,7 @@ def _size_of(terminal: Any) -> dict[str, Any]:
 class Bar(tqdm):
     """A progress bar on stderr, or lines of a log if stderr is not a terminal. `update(0)` only refreshes the time."""
 
-    def __init__(self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, **settings: Any) -> None:
+    def __init__(self, iterable: Iterable[object] | None = None, *, desc: str, unit: str, **settings: Any) -> None:
         """Arguments are tqdm's: `desc` is the work, such as "replay: tiny", `total` the number of units if known."""
         self._log = None if sys.stderr.isatty() else sys.stderr
         self._tenth = -1

@@ -6,9 +6,8 @@ With `data.source: file` and `data.responses: FILE`, another run labels these re
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from configs.load import accepts_yaml
 from configs.paths import local_path
@@ -16,7 +15,7 @@ from configs.schema import Config
 from data_gen.pipeline.stages import answers_in
 from data_gen.prompts.files import Fields, json_lines
 from data_gen.prompts.sets import SPLITS
-from data_gen.store.manifest import num_prompts, read_manifest
+from data_gen.store.manifest import Manifest, num_prompts, read_manifest
 from store.progress import Bar
 from store.shards import DATA_FOLDERS, STATE_FOLDERS, atomic_file, broken_shards, check_sums, is_whole, shards_in
 
@@ -46,7 +45,7 @@ def check(config: Config) -> None:
     print(f"All {len(paths)} shards in {directory} are intact.")
 
 
-def absent(directory: Path, manifest: Mapping[str, Any]) -> list[Path]:
+def absent(directory: Path, manifest: Manifest) -> list[Path]:
     """Paths of shards that the manifest counts, or another folder has, and that are missing."""
     suffixes = {"rows": "parquet", "labels": "safetensors"}
     present = set(shards_in(directory, suffixes))

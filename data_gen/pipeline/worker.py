@@ -168,22 +168,19 @@ class Worker:
 
     def _source(self) -> ResponseSource:
         """Where the stage gets its responses from."""
+        job = self.job
         if self.data.source == "file":
+            # the target generates the responses that the file lacks
+            may_generate = self.data.labels == "target" and ("target" in job.models or not sliced_models(job.pair))
             return ResponseFile(
                 str(self.data.responses),
                 self._spelling,
                 max_new_tokens=self.data.max_new_tokens,
-                make_generator=self._target_in_process if self._may_generate else None,
+                make_generator=self._target_in_process if may_generate else None,
             )
         if self.data.source == "server" and self._server is not None:
             return self._server
         return self._target_in_process()
-
-    @property
-    def _may_generate(self) -> bool:
-        """Whether this process may load the target for prompts without a response in the file."""
-        job = self.job
-        return job.data.labels == "target" and ("target" in job.models or not sliced_models(job.pair))
 
     def _target_in_process(self) -> TargetInProcess:
         """The target as a source of responses, loaded now if the stage has needed none so far."""

@@ -200,7 +200,7 @@ def say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
+def prompt_of(record: Fields, *, default_id: str) -> Prompt:
     """The prompt of one record; `default_id` is used if it has no id. ValueError: it has no readable prompt."""
     prompt_id = next((str(record[name]) for name in _ID_FIELDS if record.get(name) is not None), default_id)
     _check(is_text(prompt_id), "the id to be text, not a lone surrogate", prompt_id)
@@ -239,7 +239,7 @@ def prompt_of(record: dict[str, Any], *, default_id: str) -> Prompt:
     )
 
 
-def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list[str]]:
+def conversation_of(messages: Sequence[Mapping[str, object]]) -> tuple[Prompt, list[str]]:
     """The conversation of some messages and its replies so far; the last message is the user's or a tool's.
 
     Raises:
@@ -257,7 +257,7 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Prompt, list
     return prompt, replies
 
 
-def _form_of(record: dict[str, Any]) -> str | None:
+def _form_of(record: Fields) -> str | None:
     if not _CONVERSATIONS & record.keys() and _is_messages(record.get("prompt")):
         return "prompt"
     present = [name for name in _FORMS if name in record]
@@ -317,7 +317,7 @@ def _messages_of(value: Any) -> list[tuple[str, str]]:
     return [_message(message) for message in value]
 
 
-def _message(message: dict[str, Any]) -> tuple[str, str]:
+def _message(message: Fields) -> tuple[str, str]:
     role = _ROLES.get(str(message.get("role", message.get("from"))).lower())
     content = message.get("content", message.get("value"))
     _check(role is not None, f"{_MESSAGES}, and a role of {', '.join(_ROLES)}", message)
@@ -329,11 +329,11 @@ def _message(message: dict[str, Any]) -> tuple[str, str]:
     return str(role), str(content)
 
 
-def _is_messages(value: Any) -> bool:
+def _is_messages(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
 
 
-def _texts(record: dict[str, Any], names: Sequence[str]) -> list[str]:
+def _texts(record: Fields, names: Sequence[str]) -> list[str]:
     """Fields that are strings, without empty ones."""
     values = ["" if record.get(name) is None else record[name] for name in names]
     for name, value in zip(names, values, strict=True):
@@ -341,6 +341,6 @@ def _texts(record: dict[str, Any], names: Sequence[str]) -> list[str]:
     return [value for value in values if value]
 
 
-def _check(is_right: Any, expected: str, value: Any) -> None:
+def _check(is_right: object, expected: str, value: object) -> None:
     if not is_right:
         raise ValueError(f"expected {expected}, got {value!r:.80}")

@@ -82,13 +82,13 @@ class TargetInProcess:
                     yield shard, opened.result
             if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
                 ended = batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
-            elif batch.is_empty:
+            elif not batch.active:
                 return
             else:
                 ended = batch.step(is_last=not waiting)
             progress(len(ended))
             for opened in dict.fromkeys(sequence.shard for sequence in ended):
-                if opened.is_answered:
+                if all(sequence.answer is not None for sequence in opened.sequences):
                     waiting.extendleft(reversed(opened.next_turn()))  # earlier shards first
                     if not opened.sequences:
                         yield opened.shard, opened.result
@@ -98,18 +98,13 @@ class _OpenShard(Generic[Shard, Result]):
     """A shard with requests in the batch or waiting for it, and the sequences of its present turn."""
 
     result: Result
-    """What the turns returned; set when `sequences` are empty."""
+    """What the turns returned; set when there are no sequences left."""
 
     def __init__(self, shard: Shard, turns: Turns[Result], max_new_tokens: int) -> None:
         self.shard = shard
+        self.turns = turns
+        self.max_new_tokens = max_new_tokens
         self.sequences: list[_Sequence] = []
-        self._turns = turns
-        self._max_new_tokens = max_new_tokens
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether all sequences of the turn have ended."""
-        return all(sequence.answer is not None for sequence in self.sequences)
 
     def next_turn(self) -> list["_Sequence"]:
         """The sequences of the next turn, longest prompt first: little padding, and running out of memory happens at
@@ -118,14 +113,12 @@ class _OpenShard(Generic[Shard, Result]):
         answers = [sequence.answer for sequence in self.sequences if sequence.answer is not None]
         self.sequences = []
         try:
-            requests, seed = self._turns.send(answers) if answers else next(self._turns)
+            requests, seed = self.turns.send(answers) if answers else next(self.turns)
         except StopIteration as end:
             self.result = end.value
             return []
-        uniform = uniforms(seed, len(requests), self._max_new_tokens)
-        self.sequences = [
-            _Sequence(request, row, self) for request, row in zip(requests, uniform.unbind(), strict=True)
-        ]
+        uniform = uniforms(seed, len(requests), self.max_new_tokens)
+        self.sequences = [_Sequence(*both, self) for both in zip(requests, uniform.unbind(), strict=True)]
         return sorted(self.sequences, key=_Sequence.by_length)
 
 
@@ -133,9 +126,9 @@ class _Sequence:
     """A request and its response, token by token."""
 
     def __init__(self, request: Request, uniform: Tensor, shard: _OpenShard[Any, Any]) -> None:
+        """`uniform`: [max_new_tokens], to draw the tokens with."""
         self.request = request
         self.uniform = uniform
-        """[max_new_tokens] what its tokens are drawn with."""
         self.shard = shard
         self.tokens: list[int] = []
         self.states: list[Tensor] = []
@@ -156,18 +149,14 @@ class _Batch:
         """The sequence of each row."""
 
     @property
-    def _active(self) -> list[int]:
+    def active(self) -> list[int]:
+        """The rows of active sequences."""
         return [row for row, owner in enumerate(self._owners) if owner is not None]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no sequence is active."""
-        return not self._active
 
     @property
     def num_free(self) -> int:
         """How many requests may join now."""
-        num_active = len(self._active)
+        num_active = len(self.active)
         if num_active == 0:
             return self._source.batch_size
         return len(self._owners) - num_active if is_attention(self._cache) else 0
@@ -178,7 +167,7 @@ class _Batch:
         lengths = [len(sequence.request.prompt_ids) for sequence in sequences]
         longest = lengths[0]
         capacity = longest + self._source.max_new_tokens + SPARE_POSITIONS
-        if not self._active:
+        if not self.active:
             self._cache = make_cache(self._source.model, capacity)
             self._owners = [None] * len(sequences)
             self._width = longest
@@ -211,14 +200,14 @@ class _Batch:
 
     def step(self, *, is_last: bool) -> list[_Sequence]:
         """One more token of every sequence; returns those that end. `is_last`: no further request joins."""
-        active = self._active
+        active = self.active
         if len(active) <= _MAX_SHARE_ACTIVE * len(self._owners) and (is_last or not is_attention(self._cache)):
             self._cache.reorder_cache(torch.tensor(active))  # type: ignore[arg-type]  # any number of rows
             self._owners = [self._owners[row] for row in active]
             self._spans = self._spans[active]
             self._newest = self._newest[active]
             self._uniform = self._uniform[active]
-            active = self._active
+            active = self.active
         if is_attention(self._cache):
             span = int(self._spans[active].max())
             for layer in self._cache.layers:

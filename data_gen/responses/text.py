@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data_gen.prompts.files import json_lines
+from data_gen.prompts.files import Fields, json_lines
 from data_gen.prompts.prompt import is_text, say_once
 from data_gen.responses.exchange import Exchange, FinishReason, Problem, Progress, RefusedError, Request, ResponseSource
 from lm import vocab_size_of
@@ -161,7 +161,7 @@ class ResponseFile:
         return answer
 
 
-def _row_name(record: dict[str, Any], where: str) -> str:
+def _row_name(record: Fields, where: str) -> str:
     """The id of the row that a line answers; ValueError for a malformed line."""
     turn = record.get("turn", 1)
     prompt_ids = record.get("prompt_ids", [])
@@ -181,7 +181,7 @@ def _row_name(record: dict[str, Any], where: str) -> str:
     return str(record["id"]) if turn == 1 else f"{record['id']}#{turn}"
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 

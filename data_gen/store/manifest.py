@@ -96,7 +96,7 @@ def _width_in_transformers(source: ModelSource) -> int:
     return int(config.get_text_config().hidden_size)
 
 
-def same_model(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool | None:
+def same_model(first: Mapping[str, object], second: Mapping[str, object]) -> bool | None:
     """Whether two descriptions are of the same weights; None if they cannot be compared."""
     for key in ("weights", "commit"):
         if first.get(key) and second.get(key):
@@ -149,7 +149,7 @@ _REUSE = " (`acceptance-heads responses` exports the existing responses for reus
 
 
 def make_manifest(
-    pair: PairConfig, data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", split: Mapping[str, Any]
+    pair: PairConfig, data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", split: Mapping[str, object]
 ) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
     is_served = "server" in (data.source, data.labels)
@@ -193,7 +193,7 @@ def make_manifest(
     }
 
 
-def _described_file(path: Path, directory: Path) -> dict[str, Any]:
+def _described_file(path: Path, directory: Path) -> dict[str, int | str]:
     made = read_manifest(directory).get("responses") if (directory / "manifest.json").is_file() else None
     if made:
         with path.open("rb") as file:
@@ -273,7 +273,7 @@ def num_prompts(manifest: Manifest, split: str) -> int:
     return num
 
 
-def _differences(on_disk: Any, in_run: Any, key: str = "") -> Iterator[str]:
+def _differences(on_disk: object, in_run: object, key: str = "") -> Iterator[str]:
     """A description of each entry that differs; `key` is the dotted path of what is compared."""
     if isinstance(on_disk, dict) and isinstance(in_run, dict):
         skipped = set() if key else {"recorded", *_GROWING}

@@ -4,14 +4,13 @@ from these, so they are left out.
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from huggingface_hub import HfApi
 
 from configs.paths import local_path
+from data_gen.store.manifest import Manifest
 from data_gen.store.rows import account
 from store.hub import HUB_ERRORS
 from store.shards import atomic_directory, check_sums, shards_in
@@ -63,9 +62,7 @@ acceptance-heads train --config experiment.yaml --data.dir data/copy
 _NO_LICENSE = "not stated by the target's model card; `acceptance-heads push --license` states one"
 
 
-def publish(
-    directory: Path, repo: str, *, manifest: Mapping[str, Any], license: str | None, private: bool = False
-) -> str:
+def publish(directory: Path, repo: str, *, manifest: Manifest, license: str | None, private: bool = False) -> str:
     """Check a data directory's sums and copy it to a dataset repository of the hub, or to a folder (`repo` begins with
     / or .); returns its address.
 
@@ -104,14 +101,14 @@ def publish(
     return url
 
 
-def _copy(directory: Path, folder: Path, card: str, manifest: Mapping[str, Any]) -> None:
+def _copy(directory: Path, folder: Path, card: str, manifest: Manifest) -> None:
     for name in _FOLDERS:
         shutil.copytree(directory / name, folder / name, ignore=shutil.ignore_patterns(".*"))
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def card_of(directory: Path, manifest: Mapping[str, Any], *, repo: str, license: str | None) -> str:
+def card_of(directory: Path, manifest: Manifest, *, repo: str, license: str | None) -> str:
     """The dataset card: license, splits for `datasets.load_dataset`, models, sampling and counts. ValueError without
     rows.
     """
@@ -142,10 +139,10 @@ def card_of(directory: Path, manifest: Mapping[str, Any], *, repo: str, license:
     )
 
 
-def _line_of(role: str, model: Mapping[str, Any]) -> str:
+def _line_of(role: str, model: Manifest) -> str:
     weights = str(model.get("weights") or "")[:12]
     return f"| {role} | {model['name']} | {model.get('commit') or model.get('revision') or ''} | {weights} |"
 
 
-def _listed(settings: Mapping[str, Any]) -> str:
+def _listed(settings: Manifest) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
