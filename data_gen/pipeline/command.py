@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,16 +212,24 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
         f"({num_made} made in this run); of {totals['input']:,} prompts, {totals['error']:,} failed and "
         f"{totals['skipped']:,} were skipped (see errors.jsonl)"
     )
-    allowed = f"above data.max_error_share {data.max_error_share:g}; all other data is written"
     if unread:
         count = f"{len(unread):,} of {num_records:,} records of data.prompts are unreadable"
         print(f"{data.dir}: {count} (errors.jsonl)")
         if len(unread) > data.max_error_share * num_records:
-            raise ValueError(f"{count}, {allowed}; see {data.dir}/errors.jsonl")
+            raise ValueError(f"{count}, {_above_share(data)}; see {data.dir}/errors.jsonl")
+    _refuse_failures(data, totals, problems)
+
+
+def _above_share(data: DataConfig) -> str:
+    return f"above data.max_error_share {data.max_error_share:g}; all other data is written"
+
+
+def _refuse_failures(data: DataConfig, totals: Mapping[str, int], problems: Sequence[Mapping[str, object]]) -> None:
+    """Raise ValueError for more errors than data.max_error_share allows, or if no prompt became a row."""
     if totals["error"] > data.max_error_share * totals["input"]:
         raise ValueError(
-            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, {allowed}; fix the causes in "
-            f"{data.dir}/errors.jsonl, then run the same command with --retry_errors"
+            f"{totals['error']:,} of {totals['input']:,} prompts ended in an error, {_above_share(data)}; fix the "
+            f"causes in {data.dir}/errors.jsonl, then run the same command with --retry_errors"
         )
     if problems and not totals["ok"]:
         raise ValueError(

@@ -176,20 +176,25 @@ def make_manifest(
         "generator": GENERATOR,
         "split": dict(split),
         "versions": {name: version(name) for name in _PACKAGES},
-        "recorded": {
-            "git_commit": git_commit(),
-            "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}",
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "num_threads": pair.num_threads or torch.get_num_threads(),
-            "engine": data.engine,
-            "target_path": pair.target.path,
-            "draft_path": pair.draft.path,
-            "tp_plan": [pair.target.tp_plan, pair.draft.tp_plan],
-            "attn_implementation": [pair.target.attn_implementation, pair.draft.attn_implementation],
-            "command": sys.argv,
-            **{name: version(name) for name in _WRITERS},
-        },
+        "recorded": _recorded(pair, data),
+    }
+
+
+def _recorded(pair: PairConfig, data: DataConfig) -> dict[str, object]:
+    """Facts about a run that are not compared."""
+    return {
+        "git_commit": git_commit(),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "num_threads": pair.num_threads or torch.get_num_threads(),
+        "engine": data.engine,
+        "target_path": pair.target.path,
+        "draft_path": pair.draft.path,
+        "tp_plan": [pair.target.tp_plan, pair.draft.tp_plan],
+        "attn_implementation": [pair.target.attn_implementation, pair.draft.attn_implementation],
+        "command": sys.argv,
+        **{name: version(name) for name in _WRITERS},
     }
 
 
