@@ -18,7 +18,7 @@ def read_json(path: Path, *, remedy: str, keys: Collection[str] = ()) -> Json:
     return _checked(path.read_bytes(), str(path), remedy, keys)
 
 
-def _checked(value: Any, source: str, remedy: str, keys: Collection[str] = ()) -> Json:
+def _checked(value: object, source: str, remedy: str, keys: Collection[str] = ()) -> Json:
     """`value`, or the value that is encoded in these bytes, if it is an object with these keys."""
     try:
         value = json.loads(value) if isinstance(value, bytes) else value
