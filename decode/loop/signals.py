@@ -22,7 +22,7 @@ from torch import Tensor
 from decode.loop.step import NO_STATES, DraftSteps, computed
 from decode.policies.base import AfterDraw, Policy, timing_of
 from heads.model.head import AcceptanceHead
-from heads.model.step import HostHead, StepwiseHead, Vocabulary
+from heads.model.step import HostHead, Vocabulary
 from lm import DraftModel, FeatureModel, Sampler
 from lm.draws import array_of, refuse_no_token
 from lm.features.model import BlockModel
@@ -133,7 +133,10 @@ class HostSignals(SignalReader):
         self._has_logits = not {"logit_token_prob", "logit_max_prob"}.isdisjoint(self.names)
         self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
         numbers = (*TokenStats._fields, POSITION, *self._others)
-        self._scores = [(timing_of(head), HostHead(_stepwise(head, model), names=numbers).score) for head in self.heads]
+        self._scores = []
+        for head in self.heads:
+            vocabulary = _vocabulary_of(model) if head.inputs.embedding else None
+            self._scores.append((timing_of(head), HostHead(head, vocabulary, names=numbers).score))
         self._previous: tuple[tuple[float, ...], int] = _NO_STATS, 0
 
     def _read(
@@ -189,9 +192,7 @@ def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = Non
     return (HostSignals if is_on_host else SignalReader)(policy, model)
 
 
-def _stepwise(head: AcceptanceHead, model: DraftModel) -> StepwiseHead:
+def _vocabulary_of(model: DraftModel) -> Vocabulary:
     network = getattr(model, "model", None)  # a toy has none
     owner = model.draft.embedding if isinstance(model, FeatureModel) else network and network.get_input_embeddings()
-    return StepwiseHead(
-        head, Vocabulary(model.num_embeddings, model.embedding, owner) if head.inputs.embedding else None
-    )
+    return Vocabulary(model.num_embeddings, model.embedding, owner)

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -139,12 +140,8 @@ class FeatureData(pl.LightningDataModule):
     def first_tokens(self, limit: int) -> BatchLoader:
         """The first training responses, of at most `limit` tokens; at least one response with tokens."""
         lengths = [length for shard in self._shards["train"] for length in shard.lengths]
-        num_rows = 0
-        for num_tokens in accumulate(lengths[: self.num_responses("train")]):
-            if num_rows and num_tokens > limit:
-                break
-            num_rows += 1
-        return self.loader("train", num=num_rows)
+        ends = list(accumulate(lengths[: self.num_responses("train")]))
+        return self.loader("train", num=max(1, bisect_right(ends, limit)))
 
     def training_labels(self, num: int) -> Iterator[Batch]:
         """Labels and scalars of about `num` training responses, without hidden states: of each shard its first ones, in

@@ -12,7 +12,7 @@ from decode.loop.signals import HostSignals, SignalReader
 from decode.policies import AfterDraw, FixedLength, HeadPolicy, Policy
 from heads import AcceptanceHead
 from heads.model import step as stepwise
-from heads.model.step import HostHead, StepwiseHead, Vocabulary
+from heads.model.step import HostHead, Vocabulary
 from lm import CachedModel, RandomSampler, Sampling, entropy
 from lm.signals import SCALARS
 from tests.toys.enumeration import ToyModel, seeded
@@ -89,7 +89,7 @@ def test_signals_are_those_of_the_untruncated_distribution_and_heads_score_at_th
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("scalars", [False, True])
 @pytest.mark.parametrize(("embedding", "largest_table"), [(False, 0), (True, 0), (True, 2**24)])
-def test_the_stepwise_head_equals_the_head(depth, scalars, embedding, largest_table, monkeypatch):
+def test_the_host_head_equals_the_head(depth, scalars, embedding, largest_table, monkeypatch):
     """With what embeddings add worked out for every token, or for each anew."""
     monkeypatch.setattr(stepwise, "_LARGEST_TABLE", largest_table)
     torch.manual_seed(depth)
@@ -97,7 +97,7 @@ def test_the_stepwise_head_equals_the_head(depth, scalars, embedding, largest_ta
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     embeddings = torch.randn(5, 8).double()
-    on_host = HostHead(StepwiseHead(head, Vocabulary(5, lambda tokens: embeddings[tokens])))
+    on_host = HostHead(head, Vocabulary(5, lambda tokens: embeddings[tokens]))
     for token_id in (3, 0):
         hidden, pair = torch.randn(8).double(), torch.randn(3).double() if scalars else None
         expected = head(hidden, pair, embeddings[token_id] if embedding else None)

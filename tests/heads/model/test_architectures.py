@@ -12,7 +12,7 @@ from heads.grid import grid, specs
 from heads.model.formula import ARCHITECTURES, Scaling
 from heads.model.head import HeadShape
 from heads.model.inputs import Inputs
-from heads.model.step import HostHead, StepwiseHead
+from heads.model.step import HostHead
 from heads.training.loss import Targets, weighted_bce
 from heads.training.stack import HeadStack
 from tests.toys.extending import added_to
@@ -35,7 +35,7 @@ def test_every_form_computes_the_same_logit(tmp_path):
         stream = stream + nn.functional.silu(block.value(stream)) * block.gate(stream).sigmoid()
     expected = (head.out(stream) + head.skip(scalars)).squeeze(-1)
     torch.testing.assert_close(head(hidden, scalars), expected)
-    on_host = HostHead(StepwiseHead(head))
+    on_host = HostHead(head)
     scores = [on_host.score(row.numpy(), pair.tolist()) for row, pair in zip(hidden, scalars, strict=True)]
     assert scores == pytest.approx(expected.tolist())
     head.float().save_pretrained(tmp_path)

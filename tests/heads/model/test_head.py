@@ -18,7 +18,7 @@ from heads.model.card import description
 from heads.model.fits import check_fits, description_of
 from heads.model.head import update_config
 from heads.model.inputs import EARLIER_STANDARD, STANDARD, Inputs
-from heads.model.step import HostHead, StepwiseHead
+from heads.model.step import HostHead
 
 SHIPPED = sorted(Path(__file__).parents[3].glob("checkpoints/**/heads/*+*/config.json"))
 """Of heads that version 0.2.0 exported."""
@@ -115,7 +115,7 @@ def test_a_head_of_an_earlier_version_keeps_its_name_its_inputs_and_its_fingerpr
 
 def test_scalars_are_read_by_name_and_standard_ones_of_a_new_head_are_written_by_name():
     head, hidden, entropy = filled(2, "drawn", ("entropy",)), torch.randn(6), torch.rand(1)
-    on_host = HostHead(StepwiseHead(head), names=("log_token_prob", "entropy"))
+    on_host = HostHead(head, names=("log_token_prob", "entropy"))
     # float32 in two orders of summation, which CPUs choose
     score = on_host.score(hidden.numpy(), [0.0, float(entropy)])
     assert score == pytest.approx(head(hidden, entropy).item(), abs=1e-5)
