@@ -6,6 +6,11 @@ response and timing, and never the target's.
 
 The states of a feature draft are those along its drafts (`data_gen.labels.chains`). It reads the target's states, so
 the target runs once over each response; it generates and labels nothing.
+
+States of one timing do not depend on which others are cached. The last token of a draft is fed for fed-time states
+only, so forwards for drawn-time states have fewer rows than if both were computed at once, and float32 rounds
+otherwise: by up to 4e-6 in states of checkpoints/tiny/eagle (root mean square 1.1), and by up to 5e-5 in weights of
+heads that are trained on them.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain, islice, zip_longest
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -87,10 +87,8 @@ Rows = dict[StateTiming, list[Row]]
 """Timing of hidden states -> some rows."""
 
 
-def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Batch | Rows]:
-    """A thread-safe function that reads the features of some responses, into page-locked memory if there is a GPU; or
-    their rows, if hidden states are computed for each batch. Labels are read by block and cached.
-    """
+def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], Rows]:
+    """A thread-safe function that reads the rows of some responses; labels are read by block and cached."""
 
     @lru_cache(_CACHED_BLOCKS)
     def block_rows(shard: int, block: int) -> Rows:
@@ -101,19 +99,22 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], B
         (block, offset) = divmod(item[1], BLOCK_SIZE)
         return block_rows(shard, block)[timing][offset]
 
-    def read(items: Sequence[Item]) -> Batch | Rows:
+    def read(items: Sequence[Item]) -> Rows:
         rows = {timing: [row_of(item, timing) for item in items] for timing in shards[0].states}
         if not items:  # a row without tokens has the shapes and dtypes of the others
             first = next((number, 0) for number, shard in enumerate(shards) if shard.lengths)
             rows = {timing: [row_of(first, timing).without_tokens()] for timing in rows}
-        if None in shards[0].states.values():
-            return rows
-        batch: Batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
-        if not torch.cuda.is_available():
-            return batch
-        return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
+        return rows
 
     return read
+
+
+def stored_features(rows: Rows) -> Batch:
+    """The features of rows whose hidden states are stored, in page-locked memory if there is a GPU."""
+    batch: Batch = {timing: gathered(of_timing) for timing, of_timing in rows.items()}
+    if not torch.cuda.is_available():
+        return batch
+    return apply_to_collection(batch, torch.Tensor, torch.Tensor.pin_memory)  # type: ignore[no-any-return]
 
 
 class BatchLoader:
@@ -121,31 +122,34 @@ class BatchLoader:
 
     def __init__(
         self,
-        read: Callable[[Sequence[Item]], Batch | Rows],
+        read: Callable[[Sequence[Item]], Rows],
         lengths: Sequence[Sequence[int]],
         *,
         batch_size: int,
         seed: int | None,
         process: tuple[int, int] = (0, 1),
-        finish: Callable[[Any], Batch] = lambda batch: batch,
+        features: Callable[[Rows], Batch] | None = None,
         is_included: Callable[[Item], bool] = lambda item: True,
     ) -> None:
         """Args:
-        read: makes a batch of some responses; must be thread-safe.
+        read: reads the rows of some responses; must be thread-safe.
         lengths: the tokens of each response of each shard.
         batch_size: responses per batch, summed over processes.
         seed: seed of the order; None: stored order in every epoch.
         process: its rank, and the number of processes.
-        finish: applied to each batch when it is taken, in the consumer's thread.
+        features: makes a batch of rows when it is taken, in the consumer's thread; None: `stored_features` makes it
+            ahead, in a thread that reads.
         is_included: filter of responses, only without a seed.
         """
         self.read = read
         self.lengths = lengths
         self.batch_size = batch_size
         self.seed = seed
-        self.finish = finish
-        self.process, self.items = process, list(filter(is_included, stored_order(lengths)))
-        self.sampler, self.batch_sampler = self, None  # Lightning calls sampler.set_epoch
+        self.features = features
+        self.process = process
+        self.items = list(filter(is_included, stored_order(lengths)))
+        self.sampler = self  # Lightning calls sampler.set_epoch
+        self.batch_sampler = None
         self.epoch = 0
         self._taken = 0
         self._resume: dict[str, int] | None = None
@@ -177,9 +181,13 @@ class BatchLoader:
         order = self.items if self.seed is None else shuffled(self.lengths, seed=self.seed, epoch=self.epoch)
         rank, world_size = self.process
         parts = batches(order, self.batch_size, rank=rank, world_size=world_size, first=self._taken)
-        for batch in read_ahead(self.read, parts, READ_AHEAD):
+        if self.features is None:
+            ready = read_ahead(lambda items: stored_features(self.read(items)), parts, READ_AHEAD)
+        else:
+            ready = map(self.features, read_ahead(self.read, parts, READ_AHEAD))
+        for batch in ready:
             self._taken += 1  # before the yield, since a checkpoint is written while the consumer has the batch
-            yield self.finish(batch)
+            yield batch
 
 
 def read_ahead(read: Callable[[Source], Result], source: Iterator[Source], depth: int) -> Iterator[Result]:

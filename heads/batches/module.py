@@ -10,7 +10,6 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -119,14 +118,15 @@ class FeatureData(pl.LightningDataModule):
         lengths = [shard.lengths for shard in shards]
         for count in (self.heads.num_train if split == "train" else None, num):
             lengths = lengths if count is None else _first(lengths, count)
-        settings: dict[str, Any] = {"batch_size": self.heads.batch_size, "seed": seed}
-        if self._states.is_online:
-            settings["finish"] = self._states.of_rows
-        if self.trainer:
-            settings["process"] = self.trainer.global_rank, self.trainer.world_size
-        if only:
-            settings["is_included"] = lambda item: self._sets[split][item[0]][item[1]] == only
-        return BatchLoader(block_reader(shards), lengths, **settings)
+        return BatchLoader(
+            block_reader(shards),
+            lengths,
+            batch_size=self.heads.batch_size,
+            seed=seed,
+            process=(self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1),
+            features=self._states.of_rows if self._states.is_online else None,
+            is_included=lambda item: not only or self._sets[split][item[0]][item[1]] == only,
+        )
 
     def first_shard(self) -> BatchLoader:
         """The responses of the first training shard that has drafted tokens, and of empty ones before it."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model
-from heads.batches.loader import BatchLoader, Item, batches, read_ahead, shuffled, stored_order
+from heads.batches.loader import BatchLoader, Item, batches, read_ahead, shuffled, stored_features, stored_order
 from heads.training.command import train
 from store import shards
 from store.shards import shard_path, sidecar_path, write_shard
@@ -54,7 +54,7 @@ def test_processes_cut_the_very_batches_of_one_in_equal_parts(items: list[Item],
 
 def test_a_loader_goes_on_where_its_consumer_stopped():
     def loader() -> BatchLoader:
-        made = BatchLoader(list, LENGTHS, batch_size=8, seed=1)
+        made = BatchLoader(list, LENGTHS, batch_size=8, seed=1, features=list)
         made.set_epoch(3)
         return made
 
@@ -81,7 +81,7 @@ def test_read_ahead_keeps_order_and_hands_errors_over_and_slow_threads_change_no
     assert results == list(range(10))
     loader = feature_data(make_config(data_dir, tmp_path)).loader("train", seed=1)
     order = batches(shuffled(loader.lengths, seed=1, epoch=0), 8)
-    one_by_one, fast = list(map(loader.read, order)), loader.read
+    one_by_one, fast = [stored_features(loader.read(items)) for items in order], loader.read
     loader.read = lambda items: time.sleep(0.02 * random.random()) or fast(items)
     for batch, alone in zip(loader, one_by_one, strict=True):
         assert all(map(torch.equal, batch["fed"][2:], alone["fed"][2:]))
@@ -223,7 +223,8 @@ def test_a_shard_without_rows_changes_nothing(data_dir: Path, tmp_path: Path):
         for index, num_rows in enumerate(sizes):
             write_features(folder, "train", index, num_rows=num_rows, seed=num_rows)
         data = feature_data(make_config(folder, tmp_path / "run", timings=("fed", "drawn"), scalars=(True,)))
-        assert [len(features.token) for features in data.loader("train").read([]).values()] == [0, 0]
+        loader = data.loader("train")
+        assert [len(features.token) for features in stored_features(loader.read([])).values()] == [0, 0]
         loaders = data.first_shard(), data.first_tokens(200), data.loader("train")
         results.append([[batch["fed"].token.tolist() for batch in loader] for loader in loaders])
     assert results[0] == results[1]
