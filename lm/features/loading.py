@@ -4,8 +4,6 @@ A reduced vocabulary comes as two maps: `d2t`, offsets (the target's id of entry
 mask over the target's ids. Without `lm_head` its rows are the target's own.
 """
 
-from typing import Any
-
 import torch
 from accelerate import init_empty_weights
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
@@ -81,8 +79,8 @@ def _eagle3(released: Released, of_target: PretrainedConfig) -> FeatureDraft:
     is_silent = "speculators_model_type" in keys and "norm_before_residual" not in keys
     subject = "config.json lacks norm_before_residual, for which readers assume different values"
     released.require(not is_silent, subject, "write true or false")
-    made: Any = Qwen3Config if "layers.0.self_attn.q_norm.weight" in tensors else LlamaConfig
-    config = released.layer(made)
+    is_qwen3 = "layers.0.self_attn.q_norm.weight" in tensors
+    config: Qwen3Config | LlamaConfig = released.layer(Qwen3Config) if is_qwen3 else released.layer(LlamaConfig)
     target_size = getattr(config, "target_hidden_size", None) or config.hidden_size
     _check_fits(released, of_target, hidden_size=target_size, vocab_size=config.vocab_size)
     nested = keys.get("eagle_config") or {}
