@@ -237,10 +237,9 @@ def doubt(gain: Gain, num_prompts: int, *, lead: str = "it", remedy: str = MORE_
     return f"{prompts_text(needed)} test prompts would settle {lead}: {remedy}"
 
 
-def conclusion(name: str, gain: Gain, rival: str, num_prompts: int, *, remedy: str = MORE_PROMPTS) -> str:
+def conclusion(name: str, gain: Gain, rival: str, num_prompts: int) -> str:
     """One comparison as a sentence without its full stop: which is faster, or what would settle it."""
-    clause = doubt(gain, num_prompts, remedy=remedy)
-    return "; ".join(filter(None, (comparison(name, gain, rival), clause)))
+    return "; ".join(filter(None, (comparison(name, gain, rival), doubt(gain, num_prompts))))
 
 
 def comparison(name: str, gain: Gain, rival: str) -> str:

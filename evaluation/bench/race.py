@@ -51,6 +51,7 @@ SAMPLINGS = {
 }
 _CONSTANTS = (2, 5, 10)
 """Lengths of transformers' constant schedule where no best fixed length is known."""
+_REMEDY = "delete the line, and it is measured again"
 _NO_PART = {
     "as_recorded",
     "datasets",
@@ -112,8 +113,7 @@ class Race:
         self._assistant_source = _assistant_of(self.experiment, rules.assistant)
         self.under = cache(self._under)
         self._on_dev = cache(self._results_on_dev)
-        path = self.experiment.directory / "bench.jsonl"
-        self.store = KeyedStore(path, remedy="delete the line, and it is measured again")
+        self.store = KeyedStore(self.experiment.directory / "bench.jsonl", remedy=_REMEDY)
 
     @cached_property
     def _times(self) -> Times:
