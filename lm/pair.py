@@ -228,7 +228,7 @@ def _settings_of(source: ModelSource, *, device: torch.device | None) -> dict[st
     return settings | {"device_map": device_map}
 
 
-def _fields_of(quantization: str | dict[str, Any] | None) -> dict[str, Any]:
+def _fields_of(quantization: str | dict[str, object] | None) -> dict[str, Any]:
     return dict(quantization) if isinstance(quantization, dict) else dict(_BITSANDBYTES.get(str(quantization), {}))
 
 

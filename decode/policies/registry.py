@@ -200,7 +200,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     if written and name not in (*POLICIES, AUTO):
         name = f"{written[1]}:{written[2]}"
         rest = written[3] or ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, str | float] = {}
     if name == AUTO:
         name = "head"
         parameters["max_rejection_prob"] = AUTO

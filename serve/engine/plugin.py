@@ -7,6 +7,7 @@ drafts a fixed length and trims by the values of drafted tokens) and a single pr
 """
 
 import sys
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,10 @@ def register() -> None:
     if getattr(EngineArgs.create_engine_config, "checks", None) == KEY:
         return
     EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config, vllm.__version__)
-    proposer: Any = stopping(draft_model.DraftModelProposer)
-    draft_model.DraftModelProposer = proposer
+    draft_model.DraftModelProposer = stopping(draft_model.DraftModelProposer)  # type: ignore[misc]
 
 
-def _checked(create: Any, version: str) -> Any:
+def _checked(create: Callable[..., Any], version: str) -> Callable[..., object]:
 
     @wraps(create)
     def checked(*args: object, **kwargs: object) -> object:

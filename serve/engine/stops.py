@@ -25,7 +25,7 @@ from serve.settings import Policies, Settings
 class Stops:
     """Reads every step of vLLM's draft loop; decides when it ends and which tokens are drafts."""
 
-    def __init__(self, config: Any, device: torch.device, embedding: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, config: object, device: torch.device, embedding: Callable[[Tensor], Tensor]) -> None:
         """Args:
         config: a `VllmConfig`.
         device: device of the draft.
@@ -41,7 +41,7 @@ class Stops:
         self._rows: list[RequestRow] = []
         self._alive: Container[str] = ()
 
-    def verified(self, sampled: Tensor, requests: dict[str, Any], batch: Any, is_discarded: Tensor) -> None:
+    def verified(self, sampled: Tensor, requests: Mapping[str, object], batch: object, is_discarded: Tensor) -> None:
         """Record a step of the target; arguments as in vLLM's `prepare_next_token_ids_padded`."""
         self._rows = rows_of(sampled.tolist(), requests, batch, is_discarded.tolist(), self._policies)
         self._alive = requests
