@@ -90,7 +90,13 @@ def _results_of(sweep: Sweep, run: RunDirectory, *, checkpoint: str | None) -> d
         results = run.results(sweep.facts["run"])
         if results:
             return results
-    print(_about_unfinished(sweep, run), file=sys.stderr)
+    about = f"these heads were not measured ({run.metrics} has no metrics of them)."
+    if sweep.stopped_in is not None:
+        about = (
+            f"these heads are unfinished and were not measured: their training stopped in {sweep.stopped_in}. "
+            "Run `acceptance-heads train` with this config to finish it."
+        )
+    print(f"warning: {about}", file=sys.stderr)
     return {}
 
 
@@ -103,16 +109,6 @@ def _complete_provenance(
     elif stopped_in is not None:
         training = head.provenance.training | {"stopped_in": stopped_in}
         head.provenance = replace(head.provenance, training=training)
-
-
-def _about_unfinished(sweep: Sweep, run: RunDirectory) -> str:
-    """A line on heads that have no metrics."""
-    if sweep.stopped_in is None:
-        return f"warning: these heads were not measured ({run.metrics} has no metrics of them)."
-    return (
-        f"warning: these heads are unfinished and were not measured: their training stopped in {sweep.stopped_in}. "
-        "Run `acceptance-heads train` with this config to finish it."
-    )
 
 
 def _passing(

@@ -130,11 +130,9 @@ class FeatureData(pl.LightningDataModule):
 
     def first_shard(self) -> BatchLoader:
         """The responses of the first training shard that has drafted tokens, and of empty ones before it."""
-        num_rows = 0
-        for shard in self._shards["train"]:
-            num_rows += len(shard.lengths)
-            if any(shard.lengths):
-                break
+        shards = self._shards["train"]
+        first = next(index for index, shard in enumerate(shards) if any(shard.lengths))
+        num_rows = sum(len(shard.lengths) for shard in shards[: first + 1])
         return self.loader("train", num=min(num_rows, self.num_responses("train")))
 
     def first_tokens(self, limit: int) -> BatchLoader:

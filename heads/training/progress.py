@@ -1,7 +1,6 @@
 """How many steps a run has, and its progress on the project's bar: a log has lines of it as a terminal has a bar."""
 
 import math
-from typing import Any
 
 import pytorch_lightning as pl
 
@@ -19,7 +18,13 @@ class StepsBar(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
         if self._bar is None:  # not earlier: linear heads are solved before the first step, with a bar of their own
             total = num_optimizer_steps(trainer)
-            self._bar = _bar_of(trainer, total=total, initial=trainer.global_step, desc="train", unit="steps")
+            self._bar = Bar(
+                total=total,
+                initial=trainer.global_step,
+                desc="train",
+                unit="steps",
+                disable=not trainer.is_global_zero,
+            )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
         self._advance(trainer.global_step)
@@ -36,7 +41,13 @@ class StepsBar(pl.Callback):
     def on_test_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
         if self._bar is None:
             total = sum(trainer.num_test_batches)
-            self._bar = _bar_of(trainer, total=total, desc="measure heads", unit="batches", leave=False)
+            self._bar = Bar(
+                total=total,
+                desc="measure heads",
+                unit="batches",
+                leave=False,
+                disable=not trainer.is_global_zero,
+            )
         self._advance(int(self._bar.n) + 1)
 
     def _advance(self, count: int) -> None:
@@ -53,11 +64,6 @@ class StepsBar(pl.Callback):
 
     def on_exception(self, *args: object) -> None:
         self.on_train_end()
-
-
-def _bar_of(trainer: pl.Trainer, **settings: Any) -> Bar:
-    """A bar in the first process."""
-    return Bar(disable=not trainer.is_global_zero, **settings)
 
 
 def num_optimizer_steps(trainer: pl.Trainer) -> int:

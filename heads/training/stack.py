@@ -58,10 +58,6 @@ class HeadStack(nn.Module):
         return ARCHITECTURES[self.shape.architecture]
 
     @property
-    def device(self) -> torch.device:
-        return self.reject_weights.device
-
-    @property
     def weights(self) -> dict[str, Tensor]:
         """Parameters by their names in `AcceptanceHead.state_dict()`, as in `heads.model.formula`."""
         return {name: self.get_parameter(parameter_name) for name, parameter_name in self._names.items()}
@@ -167,7 +163,7 @@ class HeadStack(nn.Module):
         """Masks of one step, which depend only on the shape and `step`, so that a resumed run has the same ones."""
         rate = self.specs[0].dropout
         seed = zlib.crc32(f"{self.shape}/{step}".encode())
-        return Dropout(rate, torch.Generator(self.device).manual_seed(seed)) if rate else None
+        return Dropout(rate, torch.Generator(self.reject_weights.device).manual_seed(seed)) if rate else None
 
     @torch.no_grad()
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:

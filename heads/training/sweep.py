@@ -320,13 +320,10 @@ class Sweep(pl.LightningModule):
         self._copy(is_better, source=self.stacks, destination=self.best)
 
     def _copy(self, is_copied: Tensor, *, source: nn.ModuleDict, destination: nn.ModuleDict) -> None:
-        for mask, key in zip(self._by_stack(is_copied), self.stacks, strict=True):
+        by_stack = is_copied.split(len(self.config.reject_weights))
+        for mask, key in zip(by_stack, self.stacks, strict=True):
             for new, old in zip(source[key].parameters(), destination[key].parameters(), strict=True):
                 old.copy_(torch.where(_per_head(mask, old), new, old))
-
-    def _by_stack(self, of_heads: Tensor) -> tuple[Tensor, ...]:
-        """A [heads] tensor split by stack."""
-        return of_heads.split(len(self.config.reject_weights))
 
 
 def _new_stacks(config: HeadsConfig, hidden_size: int) -> nn.ModuleDict:
