@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
 from time import perf_counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from evaluation.costs.measure import Loop
 from evaluation.times import StopShares
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
+
+if TYPE_CHECKING:
+    from decode.loop.drafter import ModelDrafter
 
 STEPS = 10
 """Tokens of a draft that is timed."""
@@ -82,20 +85,13 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     """Time the stop of these policies, by kind, after the loop's first prompt; ValueError if none is drafted."""
     if not policies:
         return {}
-    from decode.loop.drafter import ModelDrafter
-    from decode.loop.session import Session
-    from lm import CachedModel, RandomSampler
+    from lm import CachedModel
 
     length = drafted_length(loop)
     prompt = loop.prompts[0]
     target = loop.models.target
     every = {FIXED: FixedLength(length), **{kind: unstopping(policy) for kind, policy in policies.items()}}
-    drafters = {kind: ModelDrafter(loop.models.draft_for(policy), policy) for kind, policy in every.items()}
-    # never opened, so that several drafters may take one model
-    session = Session(loop.sampling, loop.eos_ids, RandomSampler(torch.Generator().manual_seed(0)), prompt)
-    session.take(target, "target", verifies=True)
-    for drafter in drafters.values():
-        drafter.start(session)
+    drafters = _drafters_of(loop, every, prompt)
     text = [*prompt, int(target.feed(prompt).argmax())]
     order = np.random.default_rng(0)
 
@@ -120,6 +116,22 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
     desc = f"costs: stops of {len(policies)} kinds"
     cycles = [cycle() for _ in turns_within(BUDGET_S, FEWEST_CYCLES, desc=desc, unit="cycles")]
     return stops_of(cycles, list(policies))
+
+
+def _drafters_of(loop: Loop, policies: Mapping[str, Policy], prompt: list[int]) -> "dict[str, ModelDrafter]":
+    """A drafter for each policy, ready to draft after the prompt."""
+    from decode.loop.drafter import ModelDrafter
+    from decode.loop.session import Session
+    from lm import RandomSampler
+
+    # never opened, so that several drafters may take one model
+    session = Session(loop.sampling, loop.eos_ids, RandomSampler(torch.Generator().manual_seed(0)), prompt)
+    session.take(loop.models.target, "target", verifies=True)
+    drafters = {}
+    for kind, policy in policies.items():
+        drafters[kind] = ModelDrafter(loop.models.draft_for(policy), policy)
+        drafters[kind].start(session)
+    return drafters
 
 
 def drafted_length(loop: Loop) -> int:
