@@ -1,6 +1,7 @@
 """Robust fits of seconds: least absolute deviations, and a curve that never falls."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from jaxtyping import Float
@@ -14,14 +15,32 @@ def least_absolute(
     columns: Float[np.ndarray, "row column"], seconds: Float[np.ndarray, " row"]
 ) -> Float[np.ndarray, " column"]:
     """argmin over times >= 0 of the sum of |seconds - columns @ times|, by reweighted least squares."""
-    from scipy.optimize import nnls  # takes long to import
-
     weights = np.ones_like(seconds)
     for _ in range(_REWEIGHTINGS):
-        times, _ = nnls(columns * weights[:, None], seconds * weights)
+        times = non_negative(columns * weights[:, None], seconds * weights)
         # Squares weighted by 1 / |residual| are absolute values; the floor keeps an exact fit from an infinite weight.
         weights = 1 / np.sqrt(np.maximum(np.abs(seconds - columns @ times), 1e-4 * np.median(seconds) + 1e-12))
-    return np.asarray(times)
+    return times
+
+
+def non_negative(
+    columns: Float[np.ndarray, "row column"], seconds: Float[np.ndarray, " row"]
+) -> Float[np.ndarray, " column"]:
+    """argmin over times >= 0 of |seconds - columns @ times|^2, for a few columns: of the least squares of every subset
+    of them, the closest without a negative time. `scipy.optimize.nnls` does the same, and takes longer to import than a
+    trace to replay.
+    """
+    best = np.zeros(columns.shape[1])
+    least = float(seconds @ seconds)
+    for subset in product((False, True), repeat=len(best)):
+        is_used = np.array(subset)
+        times = np.zeros_like(best)
+        times[is_used], *_ = np.linalg.lstsq(columns[:, is_used], seconds)
+        residual = seconds - columns @ times
+        if times.min() >= 0 and residual @ residual < least:
+            best = times
+            least = float(residual @ residual)
+    return best
 
 
 def rising(seconds: Mapping[int, Sequence[float]]) -> Curve:

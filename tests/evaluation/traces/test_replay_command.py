@@ -107,9 +107,15 @@ def test_replay_needs_neither_models_nor_times(flags, capsys):
     assert "nothing measured" in document["costs"]["origin"]
 
 
-@pytest.mark.parametrize("command", [("evaluate",), ("replay", "--policy", "entropy")])
-def test_a_recorded_trace_is_replayed_without_an_import_of_models(flags, command):
-    argv = [command[0], *flags, *command[1:]]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("evaluate", ["--decode.t_draft_s=0.01", "--decode.t_target_ms=1:50,3:52,7:60"]),
+        ("replay", ["--policy=entropy", "--ratio=4"]),
+    ],
+)
+def test_a_recorded_trace_is_replayed_without_an_import_of_models(flags, name, options):
+    argv = [name, *without_times(flags), *options]
     script = f"import sys; from configs.front import main; main({argv}); print(*{MODELS} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "", done.stdout
