@@ -1,5 +1,5 @@
-"""From prompts to training data: target responses, token-mixed acceptance targets and draft hidden states, as resumable
-shards.
+"""From prompts to training data: target responses, token-mixed acceptance targets and draft hidden states, as
+resumable shards.
 
 X, Y, P and Z are those of law 4.6 (docs/laws.md); X includes the end-of-sequence token when the target wrote one. A
 *row* is one response with its per-position columns; a *shard* is a fixed range of prompts, the unit of work, seeding

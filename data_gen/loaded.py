@@ -1,8 +1,9 @@
 """A loaded model as a source: the directory or hub commit that it came from if it is unmodified, or else a saved copy.
 
-"Unmodified" is not assumed but compared: every tensor of the model, bit by bit, with the file that it came from; config
-and generation config; and the tokenizer with its chat template. A model that differs, or that cannot be compared
-(quantised, offloaded or sliced weights, files with other names of tensors, a repository's own code), is saved.
+"Unmodified" is not assumed but compared: every tensor of the model, bit by bit, with the file that it came from;
+config and generation config; and the tokenizer with its chat template. A model that differs, or that cannot be
+compared (quantised, offloaded or sliced weights, files with other names of tensors, a repository's own code), is
+saved.
 """
 
 import json
@@ -54,8 +55,8 @@ def source_of_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 
 
 def _folder_of(path: str) -> Path | None:
-    """The directory with the files of a model; of the hub, the newest snapshot in the cache, which may be another than
-    the loaded one. None if this machine has neither.
+    """The directory with the files of a model; of the hub, the newest snapshot in the cache, which may be
+    another than the loaded one. None if this machine has neither.
     """
     if path and Path(path).is_dir():
         return Path(path)
@@ -87,8 +88,8 @@ def _difference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 
 def _different_tensor(tensors: Mapping[str, Tensor], folder: Path, *, dtype: torch.dtype) -> str | None:
-    """The first tensor of a model that is not the one of its name in the folder's files, converted to `dtype` if it has
-    floats, or a view of one that is.
+    """The first tensor of a model that is not the one of its name in the folder's files, converted to `dtype` if
+    it has floats, or a view of one that is.
     """
     stored = set()
     for name, value in _tensors_in(folder):

@@ -1,12 +1,12 @@
-"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows and labels, so that heads can be
-trained on them.
+"""`acceptance-heads import-data`: imports data of the official SpecDec++ code as rows and labels, so that heads
+can be trained on them.
 
-The JSON (`data/gen_*.py` of the released code) is one list of objects with the fields prompt and continuation (strings)
-and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc (lists, or lists written as strings). So it has
-Y, log q(Y), log p(Y) and P, under temperature 1 without truncation. The draft adds H(q) and the logits of q, and the
-coins of the mixed sequence are drawn here (data.mixing_ratio). acceptance_rate and cross_entropy would need the target
-and are null. Before a shard is written, the draft's log q(Y) is compared with the
-file's, so that another draft and swapped keys are refused.
+The JSON (`data/gen_*.py` of the released code) is one list of objects with the fields prompt and continuation
+(strings) and prefix, tokens, draft, log_p_7b (draft), log_p_70b (target), p_acc (lists, or lists written as
+strings). So it has Y, log q(Y), log p(Y) and P, under temperature 1 without truncation. The draft adds H(q) and
+the logits of q, and the coins of the mixed sequence are drawn here (data.mixing_ratio). acceptance_rate and
+cross_entropy would need the target and are null. Before a shard is written, the draft's log q(Y) is compared
+with the file's, so that another draft and swapped keys are refused.
 """
 
 import json

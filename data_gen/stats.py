@@ -7,8 +7,8 @@
                                                                 1 - sqrt(c H(q)), c = (rho - 1) / 2: SVIP's rule
 
 The bounds concern acceptance under those same distributions, so they hold at every position only if the run's
-`Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the product
-over j = i … k of acceptance_rate_j, up to the end of the response.
+`Sampling` is temperature 1 without truncation. The expected accepted length at i is the sum over k >= i of the
+product over j = i … k of acceptance_rate_j, up to the end of the response.
 """
 
 import json

@@ -14,15 +14,15 @@ from pathlib import Path
 _LARGE_BYTES = 2**22
 """Minimum size of a file whose facts are remembered: smaller ones are read in milliseconds."""
 _SETTLED_NS = 2 * 10**9
-"""A file that changed later than this before it was read is not remembered: it may change again within one tick of the
-file system's clock, which its times do not show.
+"""A file that changed later than this before it was read is not remembered: it may change again within one tick
+of the file system's clock, which its times do not show.
 """
 _MAX_FILES = 20_000
 
 
 class FileFacts:
-    """Facts of files, kept in ~/.cache/acceptance-heads, or $XDG_CACHE_HOME; if nothing can be written there, the next
-    process reads the files again.
+    """Facts of files, kept in ~/.cache/acceptance-heads, or $XDG_CACHE_HOME; if nothing can be written there,
+    the next process reads the files again.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class FileFacts:
         self._new: dict[str, dict[str, str]] = {}
 
     def fact(self, path: Path, name: str, read: Callable[[Path], str]) -> str:
-        """What `read` returns for a file; of a large file that did not change since, what it returned before. Nothing
-        is remembered if it raises.
+        """What `read` returns for a file; of a large file that did not change since, what it returned before.
+        Nothing is remembered if it raises.
         """
         inode, state = _identity(path)
         if self.has(path, name):

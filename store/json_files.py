@@ -36,9 +36,9 @@ class KeyedStore:
 
         {"key": {"kind": "cell", "ratio": 5}, "value": {...}}
 
-    A key has everything that its value depends on; the order of its entries does not matter. Each write is one append
-    under a lock, so concurrent processes lose nothing. A killed process leaves at most an incomplete last line, which
-    readers ignore and the next writer removes.
+    A key has everything that its value depends on; the order of its entries does not matter. Each write is one
+    append under a lock, so concurrent processes lose nothing. A killed process leaves at most an incomplete last
+    line, which readers ignore and the next writer removes.
     """
 
     def __init__(self, path: Path, *, remedy: str, fields: Collection[str] = ()) -> None:

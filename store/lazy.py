@@ -1,5 +1,5 @@
-"""Lazy imports of a package's names (PEP 562). A package imports them under `if TYPE_CHECKING`, where a type checker
-reads them; its `else` branch is `__getattr__ = lazy_exports(__name__, {name: module})`.
+"""Lazy imports of a package's names (PEP 562). A package imports them under `if TYPE_CHECKING`, where a type
+checker reads them; its `else` branch is `__getattr__ = lazy_exports(__name__, {name: module})`.
 """
 
 from collections.abc import Callable, Mapping

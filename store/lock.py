@@ -1,7 +1,7 @@
 """One writer per directory: a lock that names its holder and that the kernel releases when the process ends.
 
-The lock is `filelock`'s, based on `flock`; its file is removed afterwards. Filesystems without `flock` are refused:
-`filelock`'s fallback, the existence of a file, outlives a killed process.
+The lock is `filelock`'s, based on `flock`; its file is removed afterwards. Filesystems without `flock` are
+refused: `filelock`'s fallback, the existence of a file, outlives a killed process.
 """
 
 import errno
@@ -30,10 +30,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 def only_writer(
     directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = _HANDOVER_S
 ) -> Iterator[None]:
-    """Run the block as the only process that holds this lock of a directory, which is created if needed, and removed
-    again if the block leaves it empty. Messages call it `setting`, its config key; locks of different names do not
-    exclude each other; `wait_s`: how long to wait for another holder. ValueError if another process holds the lock, or
-    the directory is a URL or a file, cannot be written to, or is on a filesystem without locks.
+    """Run the block as the only process that holds this lock of a directory, which is created if needed, and
+    removed again if the block leaves it empty. Messages call it `setting`, its config key; locks of different
+    names do not exclude each other; `wait_s`: how long to wait for another holder. ValueError if another process
+    holds the lock, or the directory is a URL or a file, cannot be written to, or is on a filesystem without
+    locks.
     """
     path = local_path(directory, setting) / name
     lock = _locked(path, setting, wait_s)

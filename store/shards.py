@@ -5,9 +5,9 @@
     DIR/states/{timing}/{split}-{index:05d}.safetensors
     <shard>.json                                              sidecar: at least rows, tokens, bytes, sha256
 
-Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is complete.
-A command first compares its shards with their sidecars (`check_sums`), to report corruption at the start. Large shards
-are read only if they changed since an earlier process read them (`store.facts`).
+Files are written to a temporary name, fsynced and renamed; the sidecar comes last, so a shard that has one is
+complete. A command first compares its shards with their sidecars (`check_sums`), to report corruption at the
+start. Large shards are read only if they changed since an earlier process read them (`store.facts`).
 """
 
 import errno
@@ -100,8 +100,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """A folder that replaces `path` when the block ends; if the block raises, `path` is unchanged. Other writers wait.
 
-    The old directory is renamed before the new one takes its name; if the process is killed in between, the next writer
-    restores it. ValueError if the parent folder cannot be written to, or another process writes for ten minutes.
+    The old directory is renamed before the new one takes its name; if the process is killed in between, the next
+    writer restores it. ValueError if the parent folder cannot be written to, or another process writes for ten
+    minutes.
     """
     partial, previous = (path.with_name(f".{path.name}.{suffix}") for suffix in ("partial", "previous"))
     with only_writer(path.parent, setting="directory", name=f".{path.name}.lock", wait_s=_DIRECTORY_WAIT_S):
@@ -138,8 +139,8 @@ def is_whole(path: Path) -> bool:
 
 
 def verify_shard(path: Path, *, command: str = "data", known: FileFacts | None = None) -> None:
-    """Raise ValueError unless a shard matches its sidecar; `command` of `acceptance-heads` makes it, for messages. The
-    sum of a file that has not changed since it was read is taken from `known`.
+    """Raise ValueError unless a shard matches its sidecar; `command` of `acceptance-heads` makes it, for
+    messages. The sum of a file that has not changed since it was read is taken from `known`.
     """
     again = f"run `acceptance-heads {command}` again"
     if not path.is_file():
@@ -185,8 +186,8 @@ def list_shards(directory: str | Path, split: str, folder: str = "rows") -> list
 
 
 def clean_partial(directory: str | Path, *folders: str, names: Container[str] | None = None) -> None:
-    """Remove the temporary files of killed writers in a directory, whose lock the caller holds, and in subfolders of
-    these patterns. `names`: stems of the files whose temporary files may be removed; None: all.
+    """Remove the temporary files of killed writers in a directory, whose lock the caller holds, and in
+    subfolders of these patterns. `names`: stems of the files whose temporary files may be removed; None: all.
     """
     for path in (path for folder in (".", *folders) for path in Path(directory).glob(f"{folder}/.*.partial")):
         name, _, pid = path.name.removeprefix(".").removesuffix(".partial").rpartition(".")
@@ -210,8 +211,8 @@ def broken_shards(
 ) -> Iterator[tuple[Path, str]]:
     """Each shard that `verify_shard` or `check` refuses by a ValueError, in order, with the message.
 
-    Large shards that passed in an earlier process and did not change since are not read, unless `reads_all`; that they
-    passed `check` is remembered under the name `fact`, if it has one.
+    Large shards that passed in an earlier process and did not change since are not read, unless `reads_all`;
+    that they passed `check` is remembered under the name `fact`, if it has one.
     """
     known = None if reads_all else FileFacts()
     problem_of = partial(_problem_of, command=command, check=check, known=known, fact=fact)

@@ -24,8 +24,8 @@ _BRANCHES = ((2, (3, 1)), (4, (2, 2, 3)))
 class BranchMask:
     """Continuations of a text, each from some position of it; a continuation sees the text before that, and itself.
 
-    With continuations from positions 2 and 4 of a text of 5 tokens, a first forward of one token each has positions 2
-    and 4, and the rows of its mask are 1100010 and 1111001.
+    With continuations from positions 2 and 4 of a text of 5 tokens, a first forward of one token each has
+    positions 2 and 4, and the rows of its mask are 1100010 and 1111001.
     """
 
     def __init__(self, num_text: int, starts: Int[Tensor, " branch"]) -> None:
@@ -44,10 +44,10 @@ class BranchMask:
 class ReadText:
     """A text that a model has read, and continuations of it, each from some position, which are read side by side.
 
-    The text is in the cache once. Each continuation attends to the part before its start and to its own tokens, by a
-    mask and explicit positions. Departure: a model with sliding windows sees its whole context here; `check_branches`
-    refuses longer texts. A model with recurrent layers, whose cache cannot hold branches, reads each continuation again
-    with the text before it.
+    The text is in the cache once. Each continuation attends to the part before its start and to its own tokens,
+    by a mask and explicit positions. Departure: a model with sliding windows sees its whole context here;
+    `check_branches` refuses longer texts. A model with recurrent layers, whose cache cannot hold branches, reads
+    each continuation again with the text before it.
 
     Attributes:
         cache: holds the text, and perhaps continuations after it.
@@ -67,8 +67,8 @@ class ReadText:
         self.hidden: States = output.last_hidden_state[0]
 
     def begin(self, lengths: Int[Tensor, " branch"]) -> Float[Tensor, "branch hidden"]:
-        """Begin continuations after these numbers of tokens of the text, and drop those before: the hidden state that
-        each one's first token follows from.
+        """Begin continuations after these numbers of tokens of the text, and drop those before: the hidden state
+        that each one's first token follows from.
         """
         self._lengths, self._tails = lengths.to(self._device), [list[int]() for _ in lengths]
         self._mask = BranchMask(len(self._ids), self._lengths)
@@ -100,8 +100,9 @@ class ReadText:
 
 
 def check_branches(model: PreTrainedModel, length: int, *, num_prompt: int) -> None:
-    """Raise ValueError unless continuations that are read side by side have the hidden states that each has alone; or
-    if `length` tokens, prompt, response and branch, are longer than a window of the model, or cross a RoPE switch.
+    """Raise ValueError unless continuations that are read side by side have the hidden states that each has
+    alone; or if `length` tokens, prompt, response and branch, are longer than a window of the model, or cross a
+    RoPE switch.
     """
     refuse_training(model)
     refusal = refusal_of(model, "be recorded in a trace", "`acceptance-heads bench` compares policies without a trace")

@@ -1,16 +1,16 @@
 """Labels of a feature draft: heads on it learn from drafts, as decoding makes them.
 
-From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's states up
-to s and then with its own outputs (`data_gen.labels.rollout`). The first step of each draft is teacher-forced; later
-steps read the draft's own tokens, as in decoding. One forward of the target over all drafts of a response gives p along
-them.
+From every position s of a response, or every n-th, the draft proposes a few tokens y, fed with the target's
+states up to s and then with its own outputs (`data_gen.labels.rollout`). The first step of each draft is
+teacher-forced; later steps read the draft's own tokens, as in decoding. One forward of the target over all
+drafts of a response gives p along them.
 
     acceptance_prob(s, j) = min(1, p(y) / q(y))      both after prompt + X_<s + y_0 … y_{j-1}
     drawn-time state      that which produced q(s, j)       (`data_gen.labels.states`)
     fed-time state        that after y_j was fed
 
-There is no token mixing, as the tokens before y_j are the draft's own. The rows hold the first step at each position,
-also where no draft is stored.
+There is no token mixing, as the tokens before y_j are the draft's own. The rows hold the first step at each
+position, also where no draft is stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ class ChainLabeller:
     def label(
         self, exchanges: Sequence[Exchange], uniform: Float[Tensor, "token step"], *, progress: Progress
     ) -> Labelled:
-        """Labels of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has broken
-        rows. Tokens are drawn with `uniform`, in float64.
+        """Labels of every draft of some responses, [drafted token], and `draft_lengths` [draft]. Nothing has
+        broken rows. Tokens are drawn with `uniform`, in float64.
         """
         rows = [_no_labels()]
         columns = [_no_labels()]
@@ -82,8 +82,8 @@ class ChainLabeller:
 
     @torch.inference_mode()
     def _labelled(self, exchange: Exchange, uniform: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Every step of a draft from each position of one response, and [position] whether that draft is stored. Drafts
-        that are not have one step, as the rows need it.
+        """Every step of a draft from each position of one response, and [position] whether that draft is stored.
+        Drafts that are not have one step, as the rows need it.
         """
         prompt = exchange.prompt_ids
         response = exchange.response_ids

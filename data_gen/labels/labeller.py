@@ -1,7 +1,7 @@
 """Labels of exchanges: the forwards of law 4.6 over one shard.
 
-A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1 …
-p_n), and so all labels in one pass per model.
+A forward over prompt + X_<n gives, from position len(prompt) - 1 on, the n states that produce q_1 … q_n (or p_1
+… p_n), and so all labels in one pass per model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,8 +57,9 @@ class Labeller:
         """The columns of the loaded models, each [token].
 
         `inputs`: `uniform` [token] to draw Y with, or `draft_ids` if Y is known; without the draft also `log_q`.
-        Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs` [token,
-        support], a server's distributions, which replace the target. ValueError if a model is in train mode.
+        Optional: `target_states` [token, hidden], which replace the target's forward; `p_ids` and `p_probs`
+        [token, support], a server's distributions, which replace the target. ValueError if a model is in train
+        mode.
         """
         for model in self._models.values():
             refuse_training(model)

@@ -5,9 +5,10 @@
     entropy_i = H(q_i), cross_entropy_i = H(q_i, p_i)          untruncated, temperature 1, in nats (law 4.1)
     log_token_prob_i = log q_i(Y_i)                            untruncated, temperature 1
 
-With one model at a time (`mode: sequential`) the draft's labels come first and the target's later: acceptance_prob
-needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both distributions at once.
-With p from a server (`labels: server`) only cross_entropy is missing, which needs the untruncated p.
+With one model at a time (`mode: sequential`) the draft's labels come first and the target's later:
+acceptance_prob needs only the two scalars log_p and log_q, while acceptance_rate and cross_entropy need both
+distributions at once. With p from a server (`labels: server`) only cross_entropy is missing, which needs the
+untruncated p.
 """
 
 import torch
@@ -50,8 +51,8 @@ def label_target(
     q_logits: Float[Tensor, "position vocab"] | None = None,
     p_logits: Float[Tensor, "position vocab"] | None = None,
 ) -> Labels:
-    """log_p and acceptance_prob from p and the `known` draft_ids and log_q; with q also acceptance_rate, and with the
-    logits of both models cross_entropy.
+    """log_p and acceptance_prob from p and the `known` draft_ids and log_q; with q also acceptance_rate, and
+    with the logits of both models cross_entropy.
     """
     log_p = _at(p, known["draft_ids"]).log()
     labels = {"log_p": log_p, "acceptance_prob": acceptance_prob_of(log_p, known["log_q"])}

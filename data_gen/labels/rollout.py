@@ -1,14 +1,15 @@
 """Drafts of a feature draft from many positions of one text, side by side.
 
-A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its first
-distribution reads these, every further one the draft's own outputs. So each position of a text has its own rollout:
+A round that begins when text[:n] is committed knows the target's states of text[:n-1] and the newest token. Its
+first distribution reads these, every further one the draft's own outputs. So each position of a text has its own
+rollout:
 
     rollouts = rollouts_of(target, draft, ids)
     hidden = rollouts.begin(lengths)            one rollout per length n; input of its first distribution
     hidden = rollouts.feed(tokens, owners)      one more token of some rollouts; input of their next distributions
 
-Rollouts of a DSpark draft are blocks: all states of one exist once it begins, and tokens are read by the Markov head
-alone. `lm.features.model` drafts one sequence in the same way, with a cache that rolls back.
+Rollouts of a DSpark draft are blocks: all states of one exist once it begins, and tokens are read by the Markov
+head alone. `lm.features.model` drafts one sequence in the same way, with a cache that rolls back.
 """
 
 from typing import Any
@@ -43,8 +44,8 @@ class Rollouts:
 
     @torch.inference_mode()
     def __init__(self, target: PreTrainedModel, draft: FeatureDraft, ids: list[int]) -> None:
-        """Run both models over a text of at least two tokens. ValueError for a GliDe draft of several layers, whose
-        upper layers depend on where earlier rounds ended.
+        """Run both models over a text of at least two tokens. ValueError for a GliDe draft of several layers,
+        whose upper layers depend on where earlier rounds ended.
         """
         if isinstance(draft, Glide) and (num_layers := draft.config.num_hidden_layers) > 1:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""`acceptance-heads check`: whether the data on disk is unchanged, byte for byte; and `acceptance-heads responses`: its
-responses, the expensive part of the data, as a file.
+"""`acceptance-heads check`: whether the data on disk is unchanged, byte for byte; and `acceptance-heads
+responses`: its responses, the expensive part of the data, as a file.
 
 With `data.source: file` and `data.responses: FILE`, another run labels these responses again: for another draft,
 `mixing_ratio`, timing, or `Sampling`. The target then only labels and generates nothing.

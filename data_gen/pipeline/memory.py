@@ -9,9 +9,10 @@
     heads        weights, gradients, Adam's two moments and the selected weights, five float32 of each; per token the
                  stream and three more of each block's width
 
-GPUs are one pool, as with device_map: auto, less 2 GB each for CUDA's context, kernels and fragmentation. With tp_plan
-every GPU holds a slice of every layer of the sliced model (attention heads, their cache, a part of the MLP and of the
-output layer) and a copy of the rest: embeddings, residuals, logits, and models that are not sliced.
+GPUs are one pool, as with device_map: auto, less 2 GB each for CUDA's context, kernels and fragmentation. With
+tp_plan every GPU holds a slice of every layer of the sliced model (attention heads, their cache, a part of the
+MLP and of the output layer) and a copy of the rest: embeddings, residuals, logits, and models that are not
+sliced.
 """
 
 import re
@@ -84,8 +85,8 @@ class Need(NamedTuple):
 
 
 def needs(config: Config, num_gpus: int = 1, *, head_weights: int = 0) -> list[Need]:
-    """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are cut
-    into `num_gpus` slices; ValueError if one cannot be.
+    """The stages of data, training and evaluation that this experiment has, in order. Models with `tp_plan` are
+    cut into `num_gpus` slices; ValueError if one cannot be.
     """
     pair = config.pair
     data = config.data

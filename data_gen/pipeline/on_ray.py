@@ -1,8 +1,8 @@
 """`engine: ray`: shards made by Ray actors, each with the models of one stage and the resources of data.ray.
 
 A lost actor loses one shard's work: Ray restarts it up to `_RESTARTS` times and gives it that shard again. On a
-cluster, workers receive the driver's copy of the project's packages; all machines must see data.dir and every path.
-Relative paths start at the driver's working directory.
+cluster, workers receive the driver's copy of the project's packages; all machines must see data.dir and every
+path. Relative paths start at the driver's working directory.
 """
 
 import os
@@ -30,8 +30,8 @@ PACKAGES = ("store", "configs", "data_gen", "lm")
 
 
 def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
-    """Run the job's stage on every shard; `bar` counts prompts. ValueError: the cluster lacks resources, or workers die
-    repeatedly; the errors of a worker are raised as they are.
+    """Run the job's stage on every shard; `bar` counts prompts. ValueError: the cluster lacks resources, or
+    workers die repeatedly; the errors of a worker are raised as they are.
     """
     import ray  # an extra, checked by data_gen.pipeline.command.check_settings
     from ray.util import ActorPool, placement_group, remove_placement_group

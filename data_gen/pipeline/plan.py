@@ -1,8 +1,9 @@
 """Estimates what a run takes before anything large starts.
 
-First the memory of each stage is computed (`data_gen.pipeline.memory`) and compared with the GPUs. Then a sample is
-made in a temporary folder and timed in about half a minute, and extrapolated by tokens. Without a sample (`--sample 0`,
-which needs only each model's config.json) sizes are upper bounds from the YAML, and no time is estimated.
+First the memory of each stage is computed (`data_gen.pipeline.memory`) and compared with the GPUs. Then a sample
+is made in a temporary folder and timed in about half a minute, and extrapolated by tokens. Without a sample
+(`--sample 0`, which needs only each model's config.json) sizes are upper bounds from the YAML, and no time is
+estimated.
 """
 
 import math
@@ -44,8 +45,8 @@ _WARM_PROMPTS = 2
 _WARM_TOKENS = 8
 _FEWEST_PROMPTS = 4
 _BATCHES_PER_SHARD = 4
-"""Batches per shard from which `plan` accepts that a batch drains at its end. Of 256 sequences with 16 to 256 tokens,
-136 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
+"""Batches per shard from which `plan` accepts that a batch drains at its end. Of 256 sequences with 16 to 256
+tokens, 136 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
 """
 _SHARD_S = 600.0
 """Recommend smaller shards if one takes longer: an interrupted run loses its unfinished ones."""

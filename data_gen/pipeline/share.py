@@ -1,14 +1,14 @@
 """Several processes make one run: shares of the shards, and slices of a model.
 
-Rank R of N makes shards R, R + N, R + 2N, … of the run's list. Each process holds the lock of its rank while it works,
-and the directory's lock briefly: to settle the manifest, and when its share is done. The last process to finish counts
-all prompts.
+Rank R of N makes shards R, R + N, R + 2N, … of the run's list. Each process holds the lock of its rank while it
+works, and the directory's lock briefly: to settle the manifest, and when its share is done. The last process to
+finish counts all prompts.
 
 With sliced models (`tp_plan`, under torchrun) every process holds a slice and runs the same forwards. The first
-process, the leader, broadcasts each job with sliced models and its shards. The others make the same shards from the
-same files and seeds, and write nothing. Every process gets the same logits, so all draw the same tokens and run the
-same next forward. Jobs without sliced models run in the leader only. torchrun's RANK and WORLD_SIZE then count slices,
-and shares are set by --rank and --world_size.
+process, the leader, broadcasts each job with sliced models and its shards. The others make the same shards from
+the same files and seeds, and write nothing. Every process gets the same logits, so all draw the same tokens and
+run the same next forward. Jobs without sliced models run in the leader only. torchrun's RANK and WORLD_SIZE then
+count slices, and shares are set by --rank and --world_size.
 """
 
 import os
@@ -68,9 +68,9 @@ class Share(NamedTuple):
 
     @contextmanager
     def first_turn(self, data: DataConfig, work: ExitStack) -> Iterator[None]:
-        """Run the block while no other process has its turn. `work` gets the lock that this process holds until its
-        share is done: of its rank, or of the directory if it makes everything. ValueError if running processes divide
-        the shards differently; the lock of a rank has the division in its name.
+        """Run the block while no other process has its turn. `work` gets the lock that this process holds until
+        its share is done: of its rank, or of the directory if it makes everything. ValueError if running
+        processes divide the shards differently; the lock of a rank has the division in its name.
         """
         division = f"of-{self.world_size}-{data.num_train}-{data.num_dev}-{data.num_test}"
         with ExitStack() as turn:
@@ -92,8 +92,8 @@ class Share(NamedTuple):
     def last_turn(self, directory: str, work: ExitStack) -> Iterator[int]:
         """A turn after the share is done. Yields the number of other running processes.
 
-        `work` holds the lock of this rank, which is released first: of two processes that end at once, the second sees
-        none.
+        `work` holds the lock of this rank, which is released first: of two processes that end at once, the
+        second sees none.
         """
         with ExitStack() as turn:
             if not self.is_whole:
@@ -102,8 +102,8 @@ class Share(NamedTuple):
             yield sum(holder_of(path) is not None for path in _locks_of_ranks(directory))
 
     def wait_for_others(self, directory: str, is_complete: Callable[[], bool]) -> None:
-        """Wait until the processes that torchrun or srun started beside this one have made their shards too, so that
-        what these launchers run next finds them; or until none has run for `_SLOW_START_S`.
+        """Wait until the processes that torchrun or srun started beside this one have made their shards too, so
+        that what these launchers run next finds them; or until none has run for `_SLOW_START_S`.
         """
         ended_s = monotonic()
         while self.launcher is not None and not is_complete() and monotonic() < ended_s + _SLOW_START_S:
@@ -133,8 +133,8 @@ def _locks_of_ranks(directory: str) -> list[Path]:
 
 
 def share_of(rank: int | None, world_size: int | None, environment: Mapping[str, str] = os.environ) -> Share:
-    """The share of this process: as given, or from the variables of torchrun or srun, or everything; ValueError for
-    half of a share or a rank that is not below world_size.
+    """The share of this process: as given, or from the variables of torchrun or srun, or everything; ValueError
+    for half of a share or a rank that is not below world_size.
     """
     given: dict[str, object] = {"--rank": rank, "--world_size": world_size}
     launcher = None

@@ -1,6 +1,6 @@
-"""The settled section `data`, its shards, and the stages that take one shard from prompts to files: one stage with both
-models (`mode: together`), or three with one model at a time (`sequential`), which keep their results in DIR/stages
-until the last has written the shard.
+"""The settled section `data`, its shards, and the stages that take one shard from prompts to files: one stage
+with both models (`mode: together`), or three with one model at a time (`sequential`), which keep their results
+in DIR/stages until the last has written the shard.
 
     together    responses, labels of both models, mixings
     respond     responses                      target (or none: a server or a file answers)
@@ -9,8 +9,8 @@ until the last has written the shard.
 
 With `labels: server` the responses come with the target's distributions, and there is no stage `target`.
 
-A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has a
-digest of every prompt that it was made from, so that shards of other prompts are refused.
+A larger run keeps the shards of the smaller one; only a short last shard is made again. Each shard's sidecar has
+a digest of every prompt that it was made from, so that shards of other prompts are refused.
 """
 
 import json
@@ -56,9 +56,9 @@ def stage_before(stage: Stage, data: DataConfig) -> Stage | None:
 
 
 def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
-    """The section with `split_weights` and `num_train` as numbers. An existing directory keeps its shares, so that no
-    prompt moves from one split to another. Evaluation settles the section as `data` did, so none of its test prompts
-    was trained on.
+    """The section with `split_weights` and `num_train` as numbers. An existing directory keeps its shares, so
+    that no prompt moves from one split to another. Evaluation settles the section as `data` did, so none of its
+    test prompts was trained on.
     """
     if config.split_weights is None:
         weights = _kept_weights(config)
@@ -82,8 +82,8 @@ def _kept_weights(config: DataConfig) -> tuple[int, int, int] | None:
 
 
 def _exact_sizes(config: DataConfig) -> tuple[int, int, int] | None:
-    """The sizes of train, dev and test, which are then the shares, if `WEIGHTS` give a split of a single set too few
-    prompts; else None. ValueError if the set is too small.
+    """The sizes of train, dev and test, which are then the shares, if `WEIGHTS` give a split of a single set too
+    few prompts; else None. ValueError if the set is too small.
     """
     sources = config.prompt_sources
     if len(sources) != 1 or config.split_ids is not None or sources[0].path == "stories":
@@ -157,8 +157,8 @@ def is_done(spec: ShardSpec, data: DataConfig, stage: Stage = "together") -> boo
 
 
 def write_files(spec: ShardSpec, answers: Answers, labelled: "Labelled", data: DataConfig) -> None:
-    """Write the labels and then the rows of a shard, so that rows on disk always have labels; the sidecar of the rows
-    has the outcome of every prompt.
+    """Write the labels and then the rows of a shard, so that rows on disk always have labels; the sidecar of the
+    rows has the outcome of every prompt.
     """
     num_rows = len(answers.exchanges)
     path_in = partial(shard_path, data.dir, split=spec.split, index=spec.index)

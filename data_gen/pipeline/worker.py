@@ -1,8 +1,8 @@
 """A worker holds the models of one stage and makes shards, in this process (`engine: local`) or in an actor (`ray`).
 
-Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same bytes
-on any engine, in any order, and after any interruption. Responses of the stage `respond` share a batch with those of
-other shards, which changes them only through the rounding of forwards.
+Every random number of a shard comes from seeds of (run seed, stage, split, shard index). So a shard has the same
+bytes on any engine, in any order, and after any interruption. Responses of the stage `respond` share a batch
+with those of other shards, which changes them only through the rounding of forwards.
 """
 
 import sys
@@ -211,9 +211,9 @@ class Worker:
     def _with_answers(
         self, specs: Sequence[ShardSpec], progress: Progress
     ) -> Generator[tuple[ShardSpec, Answers | None], None, None]:
-        """Each shard, with its answers if requests of several shards are answered together: by servers, or in one
-        running batch of the stage `respond`. The stage `together` generates shard by shard, since it labels each shard
-        from the states of the batch that generated it.
+        """Each shard, with its answers if requests of several shards are answered together: by servers, or in
+        one running batch of the stage `respond`. The stage `together` generates shard by shard, since it labels
+        each shard from the states of the batch that generated it.
         """
         if self._server is not None:
             yield from self._server.servers.ahead(specs, lambda spec: self._ask(spec, progress))
@@ -225,8 +225,8 @@ class Worker:
     def _joined(
         self, specs: Sequence[ShardSpec], progress: Progress
     ) -> Generator[tuple[ShardSpec, Answers], None, None]:
-        """Each shard with its answers, as soon as its last response is done, which need not be in order. If memory runs
-        out, the unfinished shards start again with half the batch size.
+        """Each shard with its answers, as soon as its last response is done, which need not be in order. If
+        memory runs out, the unfinished shards start again with half the batch size.
         """
         unfinished = list(specs)
         while unfinished:
@@ -246,8 +246,8 @@ class Worker:
         """Run the stage on one shard; `answers`, if there are any yet, are those to its requests.
 
         If memory runs out, the shard starts again with half the batch size, which this worker then keeps. Random
-        numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError if a
-        single sequence does not fit.
+        numbers belong to the shard, not to its batches, so only rounding depends on the batch size. ValueError
+        if a single sequence does not fit.
         """
         while True:
             try:
@@ -362,9 +362,9 @@ class Worker:
     def label_and_mix(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
     ) -> Labelled:
-        """The labels of the loaded models, and the coins `from_target`. Broken rows are labelled too, so that the
-        random numbers, batches and bytes of all other rows do not change. `known`: inputs of `Labeller.label` besides
-        the uniforms.
+        """The labels of the loaded models, and the coins `from_target`. Broken rows are labelled too, so that
+        the random numbers, batches and bytes of all other rows do not change. `known`: inputs of
+        `Labeller.label` besides the uniforms.
         """
         num_tokens = layout_of(exchanges).num_tokens
         uniform = uniforms(self._seed(spec, "draft"), num_tokens)

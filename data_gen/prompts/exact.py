@@ -1,5 +1,5 @@
-"""Exactly the files and directories that a prompt source names: `datasets` takes brackets and stars in a path for a
-pattern of names.
+"""Exactly the files and directories that a prompt source names: `datasets` takes brackets and stars in a path
+for a pattern of names.
 """
 
 import glob

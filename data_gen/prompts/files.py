@@ -1,7 +1,7 @@
 """Records of JSONL, JSON, CSV and TSV files: each record, or the reason why it cannot be read.
 
-`datasets` would refuse a whole file for one malformed record. It would also give cells of a CSV file a type: it reads
-the id 0007 as 7, and the prompt None as an absent one.
+`datasets` would refuse a whole file for one malformed record. It would also give cells of a CSV file a type: it
+reads the id 0007 as 7, and the prompt None as an absent one.
 """
 
 import csv
@@ -120,8 +120,8 @@ def _row(names: list[str], cells: list[str]) -> Fields | ValueError:
 
 
 def _has_paired_quotes(path: str | Path) -> bool:
-    """True if the quotation marks of a TSV file enclose whole cells. A cell may then span lines, except where each line
-    is a row of the header's length by itself.
+    """True if the quotation marks of a TSV file enclose whole cells. A cell may then span lines, except where
+    each line is a row of the header's length by itself.
     """
     try:
         with open_lines(path) as file:

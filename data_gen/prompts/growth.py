@@ -8,9 +8,9 @@ The first run in a directory of data or traces writes into its manifest, as `spl
     dev_from, train_from    a later prompt is in test if its hash is below dev_from, in dev if it is below train_from,
                             else in train; absent if data.split_ids lists the splits
 
-Each limit lies between the hashes of the first prompts of two splits, as close to the requested share of all hashes as
-these allow. Within a split, later prompts come after the first ones in the order of the set, so shards of the first
-prompts keep their content.
+Each limit lies between the hashes of the first prompts of two splits, as close to the requested share of all
+hashes as these allow. Within a split, later prompts come after the first ones in the order of the set, so shards
+of the first prompts keep their content.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
 """`Prompt`, and its parsing from records of prompt sets.
 
-A record is recognised by the first of `_FORMS` that it has; a `prompt` may also be a list of messages (DPO). Replies in
-a conversation are dropped, because the target writes its own. docs/data.md has the table of all fields.
+A record is recognised by the first of `_FORMS` that it has; a `prompt` may also be a list of messages (DPO).
+Replies in a conversation are dropped, because the target writes its own. docs/data.md has the table of all
+fields.
 """
 
 import json
@@ -96,8 +97,8 @@ def is_text(text: str) -> bool:
 
 
 def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of a set, and location -> reason of each unreadable record; `columns`: our name of a field -> the
-    set's name. ValueError if at least half of the records cannot be read.
+    """The prompts of a set, and location -> reason of each unreadable record; `columns`: our name of a field ->
+    the set's name. ValueError if at least half of the records cannot be read.
     """
     _check_columns(columns)
     prompts: dict[str, Prompt] = {}
@@ -162,8 +163,8 @@ def _check_columns(columns: Mapping[str, str]) -> None:
 
 
 def _mapped(record: Fields, columns: Mapping[str, str]) -> Fields:
-    """The record under our names: what a mapping replaces is left out, so that the mapping decides. ValueError if the
-    record lacks a mapped column.
+    """The record under our names: what a mapping replaces is left out, so that the mapping decides. ValueError
+    if the record lacks a mapped column.
     """
     if missing := [column for column in columns.values() if column not in record]:
         fields = ", ".join(sorted(record))
@@ -265,8 +266,8 @@ def _form_of(record: Fields) -> str | None:
 
 
 def _likeliest(record: Fields) -> str:
-    """The column that probably holds the prompt, as YAML has it: one named like a prompt, else the longest text, never
-    a reply; COLUMN if there is none.
+    """The column that probably holds the prompt, as YAML has it: one named like a prompt, else the longest text,
+    never a reply; COLUMN if there is none.
     """
     texts = {name: value for name, value in record.items() if isinstance(value, str) and value.strip()}
     names = [name for name in texts if not _holds_reply(record, name)]

@@ -1,10 +1,10 @@
 """The prompts of a run, and their splits: known sets by name, others by hub id, local files and directories, in
 proportion to weights.
 
-Prompts are ordered by sha256(seed / content); the first part is test, then dev, then train, in the proportions of
-`split_weights`, and a run takes the first `num_*` of each. So a larger run contains the smaller one, and neither sizes,
-file order nor ids move a prompt from one split to another. Prompts that are added to a set after the first run in a
-directory move none either (`data_gen.prompts.growth`).
+Prompts are ordered by sha256(seed / content); the first part is test, then dev, then train, in the proportions
+of `split_weights`, and a run takes the first `num_*` of each. So a larger run contains the smaller one, and
+neither sizes, file order nor ids move a prompt from one split to another. Prompts that are added to a set after
+the first run in a directory move none either (`data_gen.prompts.growth`).
 
 JSON is read in `data_gen.prompts.prompt`, since `datasets` refuses a whole file for one malformed record.
 """
@@ -76,9 +76,9 @@ _FORMS = (
 def load_prompts(
     config: DataConfig, split: Split, *, may_be_fewer: bool = False, section: str = "data"
 ) -> list[Prompt]:
-    """The run's prompts of one split, in the order of the shards; a longer list begins with the shorter one. `config`
-    is `settled` (`data_gen.pipeline.stages`); `section` of the experiment requests the prompts. ValueError: a malformed
-    record, a repeated id, or fewer prompts than requested, unless there `may_be_fewer`.
+    """The run's prompts of one split, in the order of the shards; a longer list begins with the shorter one.
+    `config` is `settled` (`data_gen.pipeline.stages`); `section` of the experiment requests the prompts.
+    ValueError: a malformed record, a repeated id, or fewer prompts than requested, unless there `may_be_fewer`.
     """
     requested: int | None = getattr(config, f"num_{split}")
     count = sys.maxsize if requested is None else requested
@@ -150,8 +150,8 @@ def is_generated(source: PromptSource) -> bool:
 def _apart(
     pools: Mapping[str, list[Prompt]], sources: Mapping[str, PromptSource], config: DataConfig, split: Split
 ) -> dict[str, list[Prompt]]:
-    """The pools, with the set in each id, without prompts that another set has in an earlier split (test, dev, train)
-    or that an earlier set has in the same split.
+    """The pools, with the set in each id, without prompts that another set has in an earlier split (test, dev,
+    train) or that an earlier set has in the same split.
     """
     earlier = [
         prompt
@@ -171,8 +171,8 @@ def _apart(
 
 
 def _in_proportion(pools: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], count: int) -> list[Prompt]:
-    """Up to `count` prompts, of which every prefix is as close to the weights as possible, until a set is used up; sets
-    without prompts of the split are ignored.
+    """Up to `count` prompts, of which every prefix is as close to the weights as possible, until a set is used
+    up; sets without prompts of the split are ignored.
     """
     taken = {name: 0 for name, pool in pools.items() if pool}
     total = sum(weights[name] for name in taken)
@@ -263,9 +263,9 @@ def split_by_id(
     added: Sequence[Prompt] = (),
     first: FirstSplit | None = None,
 ) -> dict[Split, list[Prompt]]:
-    """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the file
-    `split_ids`. Of duplicates one is kept, in test before dev before train. Prompts that were `added` since the `first`
-    run follow in their own order. ValueError: no share, or a file of another form.
+    """Every prompt in exactly one split, each split in hash order, by shares of train, dev and test or by the
+    file `split_ids`. Of duplicates one is kept, in test before dev before train. Prompts that were `added` since
+    the `first` run follow in their own order. ValueError: no share, or a file of another form.
     """
     in_order = [*in_hash_order(prompts, seed), *added]
     if split_ids is not None:
@@ -347,8 +347,8 @@ def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
 
 
 def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], dict[str, str]]:
-    """The prompts of one part of a set (None: the part that is split), and its unreadable records: where -> reason. A
-    process parses a part once, and again if one of its files changed.
+    """The prompts of one part of a set (None: the part that is split), and its unreadable records: where ->
+    reason. A process parses a part once, and again if one of its files changed.
 
     Raises:
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.

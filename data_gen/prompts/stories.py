@@ -4,10 +4,10 @@ experiments.
 No prompt is in two splits, for any seed (`split_of`), and a longer run begins with a shorter one.
 
 Each kind of task is a function that draws a prompt, the lines of a worked answer and its result from one
-`random.Random`. An answer alternates between phrases, whose first token is a free choice that determines the rest;
-free words inside an aside; and derived tokens (results, sorted items, counts). Its last line is `Answer: …`. The text
-depends on the order of the random draws, which must not change. Words and phrases are in stories.json; the phrases of a
-bank begin with different words.
+`random.Random`. An answer alternates between phrases, whose first token is a free choice that determines the
+rest; free words inside an aside; and derived tokens (results, sorted items, counts). Its last line is `Answer:
+…`. The text depends on the order of the random draws, which must not change. Words and phrases are in
+stories.json; the phrases of a bank begin with different words.
 """
 
 import hashlib

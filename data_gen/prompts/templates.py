@@ -1,9 +1,9 @@
 """The text and token ids of a prompt.
 
-Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are the
-wrappers of SpecDec++ (arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it
-WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, traces and decoding all use `encode`, so
-that heads see the same form of prompt everywhere.
+Named templates: `chat` is the tokenizer's own; `plain` is the text alone; `llama2`, `humaneval` and `gsm8k` are
+the wrappers of SpecDec++ (arXiv 2405.19715, `data/gen_dataset.py`): Llama-2's [INST] around the text, inside it
+WizardCoder's instruction for HumanEval and MetaMath's for GSM8K. Training, traces and decoding all use `encode`,
+so that heads see the same form of prompt everywhere.
 """
 
 import json
@@ -32,8 +32,8 @@ _WRAPPERS: dict[str, Callable[[str], str]] = {
 }
 TEMPLATES = ("chat", *_WRAPPERS)
 _DATE = date(2024, 7, 26)
-"""The date in chat templates that write today's: rows, traces and generations of any day have the same prompt. It is
-the one that Llama 3's template writes where it knows none."""
+"""The date in chat templates that write today's: rows, traces and generations of any day have the same prompt.
+It is the one that Llama 3's template writes where it knows none."""
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _MAX_SHOWN = 600
 _FAILURES = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
@@ -69,8 +69,8 @@ def encode_text(text: str, tokenizer: "PreTrainedTokenizerBase", template: str) 
 
 
 def show_first(prompts: Iterable[Prompt], tokenizer: "PreTrainedTokenizerBase", template: str) -> None:
-    """Print the first prompt that is not empty as the models read it; RefusedPromptError if the chat template refuses
-    every prompt.
+    """Print the first prompt that is not empty as the models read it; RefusedPromptError if the chat template
+    refuses every prompt.
     """
     refused: RefusedPromptError | None = None
     for prompt in prompts:

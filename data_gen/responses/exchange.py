@@ -97,8 +97,8 @@ class Answers(NamedTuple):
 
 
 class LatestRows:
-    """The latest rows of a run, which stops once nearly all of them failed: the cause is then a setting, a model or a
-    proxy, not the rows. With a `max_error_share` of 1 it never stops.
+    """The latest rows of a run, which stops once nearly all of them failed: the cause is then a setting, a model
+    or a proxy, not the rows. With a `max_error_share` of 1 it never stops.
     """
 
     def __init__(self, *, max_error_share: float = 0.0) -> None:
@@ -106,8 +106,8 @@ class LatestRows:
         self._share = max(_HOPELESS_SHARE, max_error_share)
 
     def add(self, problems: Iterable[Problem | None], *, subject: str, remedy: str) -> None:
-        """Add the problem of each row, None for a row without one; ValueError if nearly all of the latest rows failed.
-        `subject` ends "8 of the last 8 …".
+        """Add the problem of each row, None for a row without one; ValueError if nearly all of the latest rows
+        failed. `subject` ends "8 of the last 8 …".
         """
         self._problems.extend(problems)
         failed = [problem for problem in self._problems if problem is not None]
@@ -150,8 +150,8 @@ def turns_of(
     progress: Progress,
     kept: Iterable[Exchange] = (),
 ) -> Turns[Answers]:
-    """The requests of every turn of the shard: turn k of all conversations together, then turn k + 1; in the end all
-    answers. `kept`: existing rows, which are not requested again.
+    """The requests of every turn of the shard: turn k of all conversations together, then turn k + 1; in the end
+    all answers. `kept`: existing rows, which are not requested again.
     """
     answers: dict[str, Exchange | Problem] = {exchange.id: exchange for exchange in kept}
     for turn in range(max((len(prompt.turns) for prompt in spec.prompts), default=0)):

@@ -1,13 +1,13 @@
-"""`source: server` and `labels: server`: responses from OpenAI-compatible completions servers, many requests at once,
-and the target's distributions from their log-probabilities (`data_gen.responses.top_logprobs`).
+"""`source: server` and `labels: server`: responses from OpenAI-compatible completions servers, many requests at
+once, and the target's distributions from their log-probabilities (`data_gen.responses.top_logprobs`).
 
-One event loop in a thread makes all requests, while this process labels. Each server has data.server.concurrency slots,
-and a request takes the next free one. docs/servers.md says when a server is left out, a request becomes a problem, and
-the run stops. Servers differ in how they take `top_k`, and in whether they sample at all: `server.kind` names the
-dialect.
+One event loop in a thread makes all requests, while this process labels. Each server has data.server.concurrency
+slots, and a request takes the next free one. docs/servers.md says when a server is left out, a request becomes a
+problem, and the run stops. Servers differ in how they take `top_k`, and in whether they sample at all:
+`server.kind` names the dialect.
 
-The distributions along an existing response come from `prompt_logprobs` of prompt + X_<n, and the last one from the
-token that the server generates after it: one forward, as in this process.
+The distributions along an existing response come from `prompt_logprobs` of prompt + X_<n, and the last one from
+the token that the server generates after it: one forward, as in this process.
 """
 
 import asyncio
@@ -90,8 +90,8 @@ class Servers:
     ) -> Iterator[tuple[ShardSpec, Answers]]:
         """Each shard with its answers, in order, so that servers are not idle while a shard is labelled and written.
 
-        Beside the shard that is yielded and one that is finishing, enough are open to fill all slots, each in a thread.
-        When the caller stops, requests are cancelled.
+        Beside the shard that is yielded and one that is finishing, enough are open to fill all slots, each in a
+        thread. When the caller stops, requests are cancelled.
         """
         num_slots = self.config.concurrency * len(self.config.urls)
         num_open = 2 + -(-num_slots // max(1, *(len(spec.prompts) for spec in specs)))
@@ -275,8 +275,8 @@ class CompletionsServer:
     def _distributions(
         self, positions: _Positions, tokens: Sequence[int | None], *, are_drawn: bool = False
     ) -> Distributions:
-        """The distributions at the positions of these tokens; None: a token that the server has not seen. `are_drawn`:
-        the server drew the tokens, so none may have probability 0.
+        """The distributions at the positions of these tokens; None: a token that the server has not seen.
+        `are_drawn`: the server drew the tokens, so none may have probability 0.
         """
         assert self.num_logprobs is not None
         if len(positions) != len(tokens):
@@ -351,8 +351,8 @@ def _usage(completion: object, name: str) -> int:
 
 
 def _refuse_other_count(completion: object, ids: Sequence[int], *, eos_ids: frozenset[int]) -> None:
-    """RefusedError if the server generated another number of tokens than its text has under this tokenizer; servers
-    count end-of-sequence or leave it out.
+    """RefusedError if the server generated another number of tokens than its text has under this tokenizer;
+    servers count end-of-sequence or leave it out.
     """
     num_generated = _usage(completion, "completion_tokens")
     num_without_eos = len(ids) - (ids[-1] in eos_ids)

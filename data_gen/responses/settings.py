@@ -40,9 +40,9 @@ _UNSENDABLE = (
 def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_ids: list[int]) -> dict[str, Any]:
     """The sampling fields of a request to a kind of server.
 
-    openai: temperature, top_p and the penalties of OpenAI's interface. vllm (and SGLang): also top_k (-1 keeps every
-    token), min_p, the repetition penalty, and a request for token ids. transformers: a whole generation config, because
-    its server takes everything else from the model's file.
+    openai: temperature, top_p and the penalties of OpenAI's interface. vllm (and SGLang): also top_k (-1 keeps
+    every token), min_p, the repetition penalty, and a request for token ids. transformers: a whole generation
+    config, because its server takes everything else from the model's file.
 
     Raises:
         ValueError: top_k for a server that does not support it.

@@ -1,11 +1,11 @@
 """The target in this process as a source of responses, in continuous batches.
 
-Every step of `TargetInProcess` feeds one token per sequence through a KV cache. A sequence that has ended makes room
-for the next request, of its shard or of the next one, so a batch does not wait for its longest. All sequences end at
-the newest position of the cache; positions left of a sequence are masked, and removed once no sequence uses them.
-Requests of a shard join longest prompt first, which keeps padding small, and prompts of similar length are read
-together. Token i of request j is drawn by inversion from uniform [j, i] of the shard, so other sequences in the batch
-change a response only through the rounding of forwards.
+Every step of `TargetInProcess` feeds one token per sequence through a KV cache. A sequence that has ended makes
+room for the next request, of its shard or of the next one, so a batch does not wait for its longest. All
+sequences end at the newest position of the cache; positions left of a sequence are masked, and removed once no
+sequence uses them. Requests of a shard join longest prompt first, which keeps padding small, and prompts of
+similar length are read together. Token i of request j is drawn by inversion from uniform [j, i] of the shard, so
+other sequences in the batch change a response only through the rounding of forwards.
 """
 
 from collections import deque
@@ -48,8 +48,8 @@ class TargetInProcess:
     """Also return the hidden states: labels then need no further forward of the target."""
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
-        """Batched sampling of every request; the same requests and seed give the same responses. ValueError if the
-        target is in train mode; callers check that no text crosses a change of RoPE frequencies (`lm.rope`).
+        """Batched sampling of every request; the same requests and seed give the same responses. ValueError if
+        the target is in train mode; callers check that no text crosses a change of RoPE frequencies (`lm.rope`).
         """
 
         def one_turn() -> Turns[list[Exchange | Problem]]:
@@ -107,8 +107,8 @@ class _OpenShard(Generic[Shard, Result]):
         self.sequences: list[_Sequence] = []
 
     def next_turn(self) -> list["_Sequence"]:
-        """The sequences of the next turn, longest prompt first: little padding, and running out of memory happens at
-        once. No sequence: the shard is done.
+        """The sequences of the next turn, longest prompt first: little padding, and running out of memory
+        happens at once. No sequence: the shard is done.
         """
         answers = [sequence.answer for sequence in self.sequences if sequence.answer is not None]
         self.sequences = []

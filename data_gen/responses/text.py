@@ -1,7 +1,8 @@
 """Responses from outside, as token ids, and `source: file`.
 
-prompt ids + response ids must decode to prompt text + response text. A response that does not is a `Problem` and never
-altered. (If the target wrote the same text with other ids, this cannot be detected; servers that return ids avoid it.)
+prompt ids + response ids must decode to prompt text + response text. A response that does not is a `Problem` and
+never altered. (If the target wrote the same text with other ids, this cannot be detected; servers that return
+ids avoid it.)
 
 A file of responses has one JSON object per line:
 
@@ -42,8 +43,8 @@ class Spelling:
     def answer(
         self, request: Request, finish_reason: FinishReason, *, text: str | None = None, ids: Any = None
     ) -> Exchange:
-        """The exchange with these response ids, or without them with ids that decode to `text`; ended with EOS if it
-        stopped. RefusedError if they are invalid, or differ from `text`.
+        """The exchange with these response ids, or without them with ids that decode to `text`; ended with EOS
+        if it stopped. RefusedError if they are invalid, or differ from `text`.
         """
         if ids is None:
             ids = self._ids_of(str(text), request)
@@ -100,8 +101,9 @@ class ResponseFile:
         max_new_tokens: int,
         make_generator: Callable[[], ResponseSource] | None = None,
     ) -> None:
-        """Check every line of the file; ValueError for a malformed one, or two responses to one prompt, with file and
-        line number. `make_generator` returns the source of responses that the file lacks; None: they are errors.
+        """Check every line of the file; ValueError for a malformed one, or two responses to one prompt, with
+        file and line number. `make_generator` returns the source of responses that the file lacks; None: they
+        are errors.
         """
         self.path = path
         self.spelling = spelling

@@ -1,10 +1,10 @@
-"""The target's distribution p under the run's `Sampling`, from the log-probabilities of the N likeliest tokens, which a
-server returns for each position of a response. The result is p itself or a `RefusedError`, never an
+"""The target's distribution p under the run's `Sampling`, from the log-probabilities of the N likeliest tokens,
+which a server returns for each position of a response. The result is p itself or a `RefusedError`, never an
 approximation.
 
-A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a constant per
-position, to which law 4.1 is applied over the tokenizer's ids alone. docs/servers.md lists the samplings that the N
-likeliest determine. Of equally likely tokens greedy takes the one with the least id.
+A server computes log-probabilities at temperature 1 over its whole vocabulary, so they are logits minus a
+constant per position, to which law 4.1 is applied over the tokenizer's ids alone. docs/servers.md lists the
+samplings that the N likeliest determine. Of equally likely tokens greedy takes the one with the least id.
 
 Equally likely tokens are kept or cut together (as in transformers and vLLM). So k tokens are known to be the k
 likeliest only if the k-th is likelier than the last of the N, which needs N > k. Ids beyond the tokenizer's, in a
@@ -27,8 +27,8 @@ from lm import Sampling
 
 _MARGIN = 30
 _TOP = 50
-"""Tokens requested beyond top-k (in bfloat16 a dozen around the k-th are often equally likely), and the top-k assumed
-if there is none.
+"""Tokens requested beyond top-k (in bfloat16 a dozen around the k-th are often equally likely), and the top-k
+assumed if there is none.
 """
 _MINUS_INFINITY = -9999.0
 """How servers write a log-probability of minus infinity."""
@@ -68,9 +68,9 @@ def distributions_of(
     num_ids: int,
     drawn: Sequence[int] | None = None,
 ) -> Distributions:
-    """The distributions from {token id: log-probability} at each position, N of `num_logprobs_of` there, over ids below
-    `num_ids`. `drawn`: the tokens that the server drew there. RefusedError if a distribution does not follow, or gives
-    its token probability 0.
+    """The distributions from {token id: log-probability} at each position, N of `num_logprobs_of` there, over
+    ids below `num_ids`. `drawn`: the tokens that the server drew there. RefusedError if a distribution does not
+    follow, or gives its token probability 0.
     """
     ids, values = _likeliest(positions, num_logprobs)
     mass = values.exp().sum(-1)

@@ -1,11 +1,11 @@
 """manifest.json: what the files of a directory were made from, so that a run with other settings cannot add shards.
 
-`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that determines the rows
-is compared: a file of responses up to its earlier size, and prompts shard by shard (`data_gen.pipeline.stages`). The
-entry `recorded` is not compared: git commit, machine, thread count, engine, and the paths of local models, whose
-weights are compared instead. Batch and chunk sizes, which affect only rounding, are in each shard's sidecar. Equal
-manifests and sizes give equal bytes on equal hardware with the same thread count; otherwise rows have the same
-distribution.
+`settle` and `read_manifest` serve every directory of shards, also those of traces. Everything that determines
+the rows is compared: a file of responses up to its earlier size, and prompts shard by shard
+(`data_gen.pipeline.stages`). The entry `recorded` is not compared: git commit, machine, thread count, engine,
+and the paths of local models, whose weights are compared instead. Batch and chunk sizes, which affect only
+rounding, are in each shard's sidecar. Equal manifests and sizes give equal bytes on equal hardware with the same
+thread count; otherwise rows have the same distribution.
 
 A model is identified without loading it: a hub model by its commit, a local one by hashes of its files.
 

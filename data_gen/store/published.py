@@ -1,5 +1,5 @@
-"""A data directory as a dataset on the hub, or in a folder: rows, labels, the manifest and a card. Hidden states follow
-from these, so they are left out.
+"""A data directory as a dataset on the hub, or in a folder: rows, labels, the manifest and a card. Hidden states
+follow from these, so they are left out.
 """
 
 import json
@@ -63,8 +63,8 @@ _NO_LICENSE = "not stated by the target's model card; `acceptance-heads push --l
 
 
 def publish(directory: Path, repo: str, *, manifest: Manifest, license: str | None, private: bool = False) -> str:
-    """Check a data directory's sums and copy it to a dataset repository of the hub, or to a folder (`repo` begins with
-    / or .); returns its address.
+    """Check a data directory's sums and copy it to a dataset repository of the hub, or to a folder (`repo`
+    begins with / or .); returns its address.
 
     Args:
         directory: data.dir.
@@ -109,8 +109,8 @@ def _copy(directory: Path, folder: Path, card: str, manifest: Manifest) -> None:
 
 
 def card_of(directory: Path, manifest: Manifest, *, repo: str, license: str | None) -> str:
-    """The dataset card: license, splits for `datasets.load_dataset`, models, sampling and counts. ValueError without
-    rows.
+    """The dataset card: license, splits for `datasets.load_dataset`, models, sampling and counts. ValueError
+    without rows.
     """
     counts = []
     splits = []

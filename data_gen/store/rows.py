@@ -1,16 +1,18 @@
 """A shard on disk: rows for readers in Parquet, and labels for heads in safetensors.
 
-docs/files.md has the columns of rows/*.parquet, one row per response, and the tensors of labels/, which have every
-number exactly. Beyond it:
+docs/files.md has the columns of rows/*.parquet, one row per response, and the tensors of labels/, which have
+every number exactly. Beyond it:
 
-log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot compute
-is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's. float16 moves an
-acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the entropies, float32 rounded to
-15 bits of mantissa, keep 2^-16, because their difference is a divergence near zero. `read_rows` returns float32. The
-sidecar lists the problems, the prompts without a row: ok + error + skipped = input.
+log_p may be -inf: with top-k or top-p the target can give Y no probability at all. A column that a run cannot
+compute is null, and its tensor absent: acceptance_rate in a sequential run whose labels are the target's.
+float16 moves an acceptance_prob or rate by less than 0.0003, and a log probability near -8 by 0.004; the
+entropies, float32 rounded to 15 bits of mantissa, keep 2^-16, because their difference is a divergence near
+zero. `read_rows` returns float32. The sidecar lists the problems, the prompts without a row: ok + error +
+skipped = input.
 
-Tensors are float32, `token` int32, offsets and lengths int64; is_drafted is true where Z_i came from Y. With a feature
-draft (`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of them drafted.
+Tensors are float32, `token` int32, offsets and lengths int64; is_drafted is true where Z_i came from Y. With a
+feature draft (`data_gen.labels.chains`) a response has the tokens of all its drafts, draft after draft, all of
+them drafted.
 """
 
 from bisect import bisect_right
@@ -84,8 +86,8 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
 
 
 def account(paths: Iterable[Path]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows; and each prompt
-    without a row as {id, outcome, reason, shard}, in order.
+    """Totals of input, ok, error, skipped (prompts, turn by turn) and tokens over some shards of rows; and each
+    prompt without a row as {id, outcome, reason, shard}, in order.
     """
     totals = Counter(dict.fromkeys((*_COUNTS, "error", "skipped"), 0))
     problems = list[dict[str, Any]]()
@@ -103,8 +105,8 @@ def account(paths: Iterable[Path]) -> tuple[dict[str, int], list[dict[str, Any]]
 
 
 def _lists(values: Tensor | None, lengths: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """[token] -> one list per row; null lists for None. float32 is rounded to 15 bits of mantissa, so that its last
-    byte is zero and takes no space.
+    """[token] -> one list per row; null lists for None. float32 is rounded to 15 bits of mantissa, so that its
+    last byte is zero and takes no space.
     """
     if values is None:
         return pa.nulls(len(lengths), pa.list_(kind))
