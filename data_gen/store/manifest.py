@@ -5,7 +5,8 @@ the rows is compared: a file of responses up to its earlier size, and prompts sh
 (`data_gen.pipeline.stages`). The entry `recorded` is not compared: git commit, machine, thread count, engine,
 and the paths of local models, whose weights are compared instead. Batch and chunk sizes, which affect only
 rounding, are in each shard's sidecar. Equal manifests and sizes give equal bytes on equal hardware with the same
-thread count; otherwise rows have the same distribution.
+thread count; otherwise rows have the same distribution. The stage `respond` in half precision is an exception,
+because its batches have requests of several shards (docs/large-models.md).
 
 A model is identified without loading it: a hub model by its commit, a local one by hashes of its files.
 
