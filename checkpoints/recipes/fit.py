@@ -8,9 +8,10 @@ loss and a sixth more time per step (10 layers of 128, batch 16).
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -28,7 +29,8 @@ _FINAL_SHARE = 0.02  # of the peak learning rate
 Batch = TypeVar("Batch")
 
 
-class Pupil(NamedTuple, Generic[Batch]):
+@dataclass(frozen=True)
+class Pupil(Generic[Batch]):
     """A model in training; its layers are in its list `layers`."""
 
     module: nn.Module
