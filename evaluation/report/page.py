@@ -18,7 +18,6 @@ from evaluation.families import family
 from evaluation.keys import made
 from evaluation.report.against import PROMPTS, write_prompts
 from evaluation.report.evaluated import Evaluation
-from evaluation.report.plots import all_plots, stage_plot
 from evaluation.report.tables import result_table, stage_table
 from evaluation.report.verdict import generate_command, sentence_at
 from evaluation.table import say
@@ -96,6 +95,8 @@ def _at_ratios(contests: Sequence[Contest], replays: Replays) -> list[Contest]:
 
 def write_report(evaluation: Evaluation, directory: Path) -> None:
     """Write report.html, and every plot as a file; plots of earlier evaluations are removed."""
+    from evaluation.report.plots import all_plots, stage_plot  # matplotlib takes long to import
+
     is_several = len(evaluation.contests) > 1
     datasets = []
     outdated = set((directory / "plots").glob("*.svg"))

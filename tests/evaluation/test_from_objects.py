@@ -105,6 +105,13 @@ def test_values_of_one_parameter_are_a_grid_and_heads_are_paths(tmp_path):
     )
 
 
-def test_the_import_alone_is_cheap():
-    code = "import sys, evaluation; print(sorted({'torch', 'transformers', 'pandas'} & sys.modules.keys()))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("evaluation", {"torch", "transformers", "pandas"}),
+        ("evaluation.report.evaluate", {"transformers", "matplotlib", "scipy.optimize"}),
+    ],
+)
+def test_the_import_alone_is_cheap(module, heavy):
+    code = f"import sys, {module}; print(sorted({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
