@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,10 +16,10 @@ _COUNT = "{n:.0f}/{total_fmt} {unit}"
 _SCALED = "{n_fmt}{unit}/{total_fmt}{unit}"
 
 
-def _size_of(terminal: TextIO) -> dict[str, Any]:
-    """tqdm's arguments for the terminal's size; some containers report 0 lines, on which tqdm would draw nothing."""
+def _size_of_terminal() -> dict[str, Any]:
+    """tqdm's arguments for stderr's terminal; some containers report 0 lines, on which tqdm would draw nothing."""
     with suppress(OSError):
-        if os.get_terminal_size(terminal.fileno()).lines > 0:
+        if os.get_terminal_size(sys.stderr.fileno()).lines > 0:
             return {"dynamic_ncols": True}
     return {"ncols": 80, "nrows": 24}
 
@@ -36,7 +36,7 @@ class Bar(tqdm):
         count = _SCALED if settings.get("unit_scale") else _COUNT
         if self._log is None:
             form = f"{{desc}}{{percentage:3.0f}}%|{{bar}}| {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
-            drawing: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, **_size_of(sys.stderr)}
+            drawing: dict[str, Any] = {"file": sys.stderr, "mininterval": 0.2, **_size_of_terminal()}
         else:  # `display` writes the lines, so tqdm's own output is discarded
             form = f"{{desc}}{{percentage:.0f}} %, {count} [{{elapsed}}<{{remaining}}{{postfix}}]"
             drawing = {"file": io.StringIO(), "mininterval": 0, "miniters": 1}

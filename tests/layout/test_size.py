@@ -16,30 +16,30 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (969, 700),
-    "store": (441, 350),
-    "lm": (2931, 2650),
-    "data_gen": (4356, 3000),
-    "heads": (3621, 2450),
-    "decode": (2795, 2350),
-    "evaluation": (6760, 4100),
-    "serve": (500, 480),
-    "papers": (1160, 850),
-    "checkpoints/recipes": (1008, 930),
+    "configs": (967, 700),
+    "store": (445, 350),
+    "lm": (2979, 2650),
+    "data_gen": (4521, 3000),
+    "heads": (3638, 2450),
+    "decode": (2798, 2350),
+    "evaluation": (6805, 4100),
+    "serve": (502, 480),
+    "papers": (1126, 850),
+    "checkpoints/recipes": (1012, 930),
     "benchmarks": (529, 340),
 }
 CONSTRUCTIONS = {
     # construction: (occurrences today, to reach)
-    "a, b = x, y": (59, 60),
+    "a, b = x, y": (45, 60),
     "text or list times a condition": (0, 0),
     "three comprehensions in one statement": (0, 0),
-    "Any": (551, 300),
+    "Any": (299, 300),
     "record type": (132, 120),
     "public name with two meanings": (4, 5),
 }
-MAX_LINES = 38_900
-MAX_TEST_LINES = 28_600  # 22,000 to reach
-WIDE, MAX_SHARE_WIDE = 115, 0.057  # 0.03 to reach
+MAX_LINES = 39_600  # 35,000 to reach
+MAX_TEST_LINES = 28_900  # 22,000 to reach
+WIDE, MAX_SHARE_WIDE = 115, 0.044  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
