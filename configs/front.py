@@ -31,12 +31,15 @@ _USAGE = "usage: acceptance-heads COMMAND --config FILE [options]"
 _CLOSING = "  COMMAND --help lists the main options, COMMAND --help.all every option; --version prints the version"
 
 
-def all_steps(config: Experiment) -> None:
+def all_steps(config: Experiment, *, resume: bool = True) -> None:
     """Make data, train, export, evaluate and tune, one after the other; finished work is not repeated. If no head may
     be exported, the policies without training are evaluated, and nothing is tuned.
 
     Other processes of a distributed training end with it. Those that Lightning starts run the same command line from
     its beginning, when the data is complete.
+
+    Args:
+        resume: false trains from the first step again, as after prompts were added; data and traces stay.
     """
     if not isinstance(config, Config):
         config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
@@ -46,7 +49,11 @@ def all_steps(config: Experiment) -> None:
     for number, name in enumerate(steps, start=1):
         if name == "train" or not is_child:
             print(f"== {number} of {len(steps)}: {name}", flush=True)
-            handed = {"evaluation": result} if name == "tune" else {}  # so that the trace is replayed once
+            handed: dict[str, object] = {}
+            if name == "train":
+                handed = {"resume": resume}
+            elif name == "tune":
+                handed = {"evaluation": result}  # so that the trace is replayed once
             try:  # without tuning, `evaluate` prints the verdict
                 result = COMMANDS[name][0](replace(config, is_step="tune" in steps), **handed)
             except NothingToExportError:  # training has printed why

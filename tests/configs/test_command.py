@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from inspect import signature
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -20,9 +20,7 @@ from configs import Config
 from configs.command import SECTIONS, config_of, parser_for, run, takes_config
 from configs.flag_types import RaceRules
 from configs.front import COMMANDS as FRONT_COMMANDS
-from configs.front import all_steps, main
-from configs.hints import NothingToExportError
-from configs.schema import ModelSource, PairConfig
+from configs.front import main
 from configs.screens import options_of, screen_of, section_options
 from configs.shipped import NAMES
 from tests.cases import implementation_of
@@ -362,38 +360,3 @@ def test_a_stop_while_modules_are_imported_is_a_line(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="130"):
         main(PLAN)
     assert capsys.readouterr().err.startswith("interrupted; ")
-
-
-STEPS = ("data", "train", "export", "evaluate", "tune")
-
-
-@pytest.mark.parametrize(("failing", "num_run"), [(None, 5), ("train", 2)])
-def test_all_runs_every_step_with_one_experiment_and_stops_at_the_first_that_fails(failing, num_run, monkeypatch):
-    steps, config = [], Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
-
-    def command(name):
-        return lambda config, **_: steps.append((name, config.data.dir)) or (sys.exit(7) if name == failing else None)
-
-    for name in STEPS:
-        monkeypatch.setitem(FRONT_COMMANDS, name, (command(name), ()))
-    with pytest.raises(SystemExit, match="7") if failing else nullcontext():
-        all_steps(config)
-    assert steps == [(name, "data/run") for name in STEPS[:num_run]]
-
-
-def test_all_evaluates_without_heads_and_ends_with_the_verdict_if_none_may_be_exported(monkeypatch, capsys):
-    steps, config = [], Config(pair=PairConfig(target=ModelSource(path="big"), draft=ModelSource(path="small")))
-
-    def command(name):
-        def run_step(config: Config) -> None:
-            steps.append((name, config.is_step))
-            if name == "export":
-                raise NothingToExportError("no head is better")
-
-        return run_step
-
-    for name in STEPS:
-        monkeypatch.setitem(FRONT_COMMANDS, name, (command(name), ()))
-    all_steps(config)
-    assert steps == [("data", True), ("train", True), ("export", True), ("evaluate", False)]
-    assert "note: no head is worth exporting" in capsys.readouterr().out
