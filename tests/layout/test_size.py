@@ -16,7 +16,7 @@ from tests.layout.modules import FLOORS, ROOT
 
 STATEMENTS = {
     # folder: (statements today, statements to reach)
-    "configs": (967, 700),
+    "configs": (971, 700),
     "store": (445, 350),
     "lm": (2979, 2650),
     "data_gen": (4521, 3000),
