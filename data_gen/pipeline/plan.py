@@ -45,8 +45,8 @@ _WARM_PROMPTS = 2
 _WARM_TOKENS = 8
 _FEWEST_PROMPTS = 4
 _BATCHES_PER_SHARD = 4
-"""Batches per shard from which `plan` accepts that a batch drains at its end. Of 256 sequences with 16 to 256
-tokens, 136 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
+"""Batches per shard from which `plan` accepts that a batch drains at a shard's end, where it cannot go on with the
+next shard. Of 256 sequences with 16 to 256 tokens, 135 are active on average at 1 batch per shard, 194 at 4, 218 at 8.
 """
 _SHARD_S = 600.0
 """Recommend smaller shards if one takes longer: an interrupted run loses its unfinished ones."""
