@@ -172,7 +172,7 @@ def test_tune_writes_what_it_prints_evaluate_chooses_alike_and_auto_and_generate
 
 def test_all_replays_the_trace_once_and_tunes_as_tune_does_alone(flags, capsys, monkeypatch):
     for name in ("data", "train", "export"):  # finished: nothing is left to do
-        monkeypatch.setitem(COMMANDS, name, (lambda config: None, ()))
+        monkeypatch.setitem(COMMANDS, name, (lambda config, **options: None, ()))
     replayed = []
 
     def counted(traces, *args, **options):
