@@ -78,7 +78,7 @@ def test_an_impossible_head_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("timing", "scalars", "embedding", "read", "text"),
     [
-        ("prefix", True, False, ("entropy", "logit_max_prob"), "state, H(q) and logit max q"),
+        ("prefix", True, False, ("entropy", "logit_max_prob"), "state, H(q), logit max q"),
         (
             "candidate",
             True,
