@@ -72,12 +72,17 @@ def export(
     if results and not force:
         names, refusal = _passing(names, sweep, results=results["dev"], folder=root if format == "head" else None)
         lines += refusal
-    heads = {name: trained for name, trained in sweep.heads().items() if name in names}
-    for name, trained in heads.items():
-        _complete_provenance(name, trained, results, stopped_in=sweep.stopped_in)
+    trained = sweep.heads()
+    heads = {name: trained[name] for name in names}
+    for name, of_name in heads.items():
+        _complete_provenance(name, of_name, results, stopped_in=sweep.stopped_in)
     if format == "dspark":
         return [_export_dspark(heads, config.pair, root)]
-    written = _saved({name: heads[name] for name in names}, root, run=sweep.facts["run"])
+    written = [save_whole(of_name, root / name) for name, of_name in heads.items()]
+    record_export(root, heads, run=sweep.facts["run"])
+    _, others = exported_heads(root)
+    if others:
+        say_once(note_on_earlier(others, root))
     print("\n".join([*lines, f"wrote {len(written)} heads to {root}"]))
     say_next(config, "evaluate")
     return written
@@ -86,10 +91,9 @@ def export(
 def _results_of(sweep: Sweep, run: RunDirectory, *, checkpoint: str | None) -> dict[str, Result]:
     """The results of a checkpoint's weights; empty, with a warning, for weights that were not measured."""
     is_newest = checkpoint is None or Path(checkpoint).resolve() == run.checkpoint.resolve()
-    if is_newest or sweep.stopped_in is None:
-        results = run.results(sweep.facts["run"])
-        if results:
-            return results
+    is_measured = is_newest or sweep.stopped_in is None
+    if is_measured and (results := run.results(sweep.facts["run"])):
+        return results
     about = f"these heads were not measured ({run.metrics} has no metrics of them)."
     if sweep.stopped_in is not None:
         about = (
@@ -122,19 +126,18 @@ def _passing(
     if folder is None:  # a draft takes one head, so that no other decides
         linear = [str(spec) for spec in specs if str(spec.shape) == LINEAR_PREFIX and str(spec) in names]
         names = linear or names
+    passing = [name for name in names if beats[name]]
     refused = [name for name in names if not beats[name]]
-    if not refused:
-        return list(names), []
     remedy = "Pass --force (force=True in Python) to export anyway"
-    if len(refused) == len(names):
+    if not passing:
         if folder is not None and folder.is_dir():  # heads of earlier runs must not compete
             record_export(folder, [], run=sweep.facts["run"])
         raise NothingToExportError(f"{verdict(results, specs)} {remedy}: {first_of(names)}.")
-    refusal = (
+    lines = [
         f"{len(refused)} of {len(names)} heads do not beat the draft's own signal at their timing and are not "
-        f"exported: {first_of(refused)}."
-    )
-    return [name for name in names if beats[name]], [f"{refusal} {remedy}."]
+        f"exported: {first_of(refused)}. {remedy}."
+    ]
+    return passing, lines if refused else []
 
 
 def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, object]:
@@ -153,16 +156,6 @@ def _on_split(name: str, timing: Timing, result: Result) -> dict[str, object]:
     metrics |= {key: labels.get(key) for key in ("num_responses", "num_tokens", "constant_kl")}
     metrics["signal_kl"] = signal_kl(result, timing)
     return {key: value for key, value in metrics.items() if value not in (None, [None, None])}
-
-
-def _saved(heads: dict[str, AcceptanceHead], root: Path, *, run: str | None) -> list[Path]:
-    """Save heads of a run, and name those of earlier runs in the folder, which `evaluate` leaves out."""
-    written = [save_whole(head, root / name) for name, head in heads.items()]
-    record_export(root, heads, run=run)
-    _, others = exported_heads(root)
-    if others:
-        say_once(note_on_earlier(others, root))
-    return written
 
 
 def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
@@ -190,8 +183,10 @@ def import_(
     of_source = replace(pair, draft=replace(pair.draft, path=source))
     is_dspark = released_layout_of(of_source.draft) == "dspark"
     if is_dspark and reject_weight is not None:
-        problem = f"{source} has a confidence head that was trained without one"
-        raise ValueError(f"--reject_weight is {reject_weight}, but {problem}; remove it")
+        raise ValueError(
+            f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without one; "
+            "remove it"
+        )
     if reject_weight is None and not is_dspark:
         raise ValueError(
             f"{source} does not record its reject weight; pass --reject_weight (the head's name often contains it)"
@@ -220,8 +215,8 @@ def push(*, path: str, repo: str, private: bool = False, license: str | None = N
     directory = local_path(path, "--path")
     if (directory / "manifest.json").is_file():
         manifest = portable(read_manifest(directory, keys=("target", "draft", "sampling")))
-        path_of_target = manifest.get("recorded", {}).get("target_path")
-        stated = license or license_of({"path": path_of_target, **manifest["target"]}, may_download=True)
+        target = {"path": manifest.get("recorded", {}).get("target_path"), **manifest["target"]}
+        stated = license or license_of(target, may_download=True)
         address = publish(directory, repo, manifest=manifest, license=stated, private=private)
         print(address)
         return address
@@ -279,8 +274,10 @@ def _names(head: str, specs: Sequence[HeadSpec], *, results: Mapping[str, Result
     if head == "best" and results:
         return list(best_heads(results["dev"], specs, metric=metric).values())
     if head == "best":
-        remedy = "let `acceptance-heads train` finish, or name a head"
-        raise ValueError(f"--head best needs val_metrics.json, which this run has not written yet; {remedy}")
+        raise ValueError(
+            "--head best needs val_metrics.json, which this run has not written yet; let `acceptance-heads train` "
+            "finish, or name a head"
+        )
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")
     return [head]
@@ -295,12 +292,14 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
             f"--format dspark needs exactly one linear prefix head; of {', '.join(heads)} {count}. Name one with "
             "--head, or train one (heads.timings [prefix], heads.scalars [false], heads.depths [0])"
         )
-    [name], source = linear, Path(pair.draft.path)
+    name = linear[0]
+    head = heads[name]
+    source = Path(pair.draft.path)
     if not source.is_dir():
         source = downloaded(pair.draft.path, kind="draft", revision=pair.draft.revision)
     remedy = "set pair.draft to the draft that the head was trained for"
-    check_fits(heads[name], name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
-    path = write_confidence_head(heads[name], name, source=source, out=out)
+    check_fits(head, name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
+    path = write_confidence_head(head, name, source=source, out=out)
     print(f"wrote {path}: a copy of {source} with the head {name} as its confidence head; {path / CARD} describes it")
     return path
 

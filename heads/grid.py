@@ -42,9 +42,10 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
     ]
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in possible}:
-        read = f"heads.scalars {list(config.scalars)} and heads.embeddings {list(config.embeddings)} reads the token"
-        problem = f"heads.timings has {missing.pop()}, but every combination of {read}, which is not drawn yet"
-        raise ValueError(f"{problem}; add false to both")
+        raise ValueError(
+            f"heads.timings has {missing.pop()}, but every combination of heads.scalars {list(config.scalars)} and "
+            f"heads.embeddings {list(config.embeddings)} reads the token, which is not drawn yet; add false to both"
+        )
     kinds: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     kinds += [(*of_timing, architecture) for of_timing, architecture in product(possible, config.architectures)]
     # without blocks every architecture is the same linear head
@@ -57,8 +58,10 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
     of_name: dict[str, HeadShape] = {}
     for shape in unique:
         if (other := of_name.setdefault(str(shape), shape)) != shape:
-            read = f"heads.scalars has {list(other.inputs.scalars)} and {list(shape.inputs.scalars)}"
-            raise ValueError(f"{read}, whose heads have the same name, {shape}; train them in separate heads.dir")
+            raise ValueError(
+                f"heads.scalars has {list(other.inputs.scalars)} and {list(shape.inputs.scalars)}, whose heads have "
+                f"the same name, {shape}; train them in separate heads.dir"
+            )
     return unique
 
 

@@ -228,8 +228,10 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
             if not _allowed(name, extremes).all():
                 position = int((~_allowed(name, values)).reshape(len(values), -1).any(-1).nonzero()[0])
                 kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
-                remedy = "check the models, and delete the shard to make it again"
-                raise ValueError(f"{path}: {name} of token {position} is {kind}; {remedy}")
+                raise ValueError(
+                    f"{path}: {name} of token {position} is {kind}; check the models, and delete the shard to make it "
+                    "again"
+                )
 
 
 @contextmanager
@@ -243,12 +245,16 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
     with file:
         missing = sorted({_source(file, name) for name in names} - set(file.keys()))
         if RATE in missing:
-            problem = f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack it"
-            raise ValueError(f"{problem}: make the data with data.mode together, or remove prefix from heads.timings")
+            raise ValueError(
+                f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack it: "
+                "make the data with data.mode together, or remove prefix from heads.timings"
+            )
         remedy = f"delete {path.parent} and run `acceptance-heads data` again"
         if SIGNALS["prefix"] in missing:
-            problem = f"{path} has no {SIGNALS['prefix']}, which prefix heads are compared with; data of version 0.2.0"
-            raise ValueError(f"{problem} lacks it: {remedy}, or remove prefix from heads.timings")
+            raise ValueError(
+                f"{path} has no {SIGNALS['prefix']}, which prefix heads are compared with; data of version 0.2.0 lacks "
+                f"it: {remedy}, or remove prefix from heads.timings"
+            )
         if missing:
             raise ValueError(f"{path} has no tensor {missing[0]!r}; {remedy}")
         yield file

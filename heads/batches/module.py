@@ -176,8 +176,10 @@ class FeatureData(pl.LightningDataModule):
         paths = {folder: list_shards(self.data.dir, split, folder) for folder in ("labels", "rows")}
         counts = {folder: len(of_folder) for folder, of_folder in paths.items()}
         if len(set(counts.values())) > 1:
-            remedy = "run `acceptance-heads data` with this config to finish the data"
-            raise ValueError(f"{self.data.dir} has different numbers of {split} shards: {counts}; {remedy}")
+            raise ValueError(
+                f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
+                "this config to finish the data"
+            )
         shards = [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
         if split != "train" or self.heads.num_train is None:
             return shards
@@ -191,8 +193,9 @@ class FeatureData(pl.LightningDataModule):
             states = {timing: self._states.path(of_shard["labels"], timing) for timing in self.timings}
             shards.append(FeatureShard(**of_shard, states=states, columns=self.columns, draft_starts=starts))
         if not any(map(sum, (shard.lengths for shard in shards))):
-            remedy = f"raise data.num_{split} and make the data again"
-            raise ValueError(f"{split} features of {self.data.dir} have no tokens; {remedy}")
+            raise ValueError(
+                f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
+            )
         return shards
 
     def _draft_starts(self) -> tuple[int, int] | None:
@@ -202,8 +205,10 @@ class FeatureData(pl.LightningDataModule):
         if not self.manifest.get("draft_length"):
             return 0, 1
         if (layout := released_layout_of(self._draft)) is None:
-            problem = f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}"
-            raise ValueError(f"{problem}; set pair.draft to it, or remove {POSITION} from heads.scalars")
+            raise ValueError(
+                f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}; set "
+                f"pair.draft to it, or remove {POSITION} from heads.scalars"
+            )
         return int(layout == "dspark"), self.manifest.get("draft_every") or 1
 
 
@@ -217,8 +222,9 @@ def is_first_process() -> bool:
 def _first(lengths: Sequence[list[int]], count: int) -> list[list[int]]:
     """The lengths of the first `count` responses, by shard; ValueError if there are fewer."""
     if not 0 < count <= (total := sum(map(len, lengths))):
-        remedy = f"use 1 to {total}, or null for all"
-        raise ValueError(f"heads.num_train is {count}, but there are {total} training responses; {remedy}")
+        raise ValueError(
+            f"heads.num_train is {count}, but there are {total} training responses; use 1 to {total}, or null for all"
+        )
     starts = accumulate(map(len, lengths), initial=0)
     return [shard[: count - start] for shard, start in zip(lengths, starts, strict=False) if start < count]
 
@@ -248,5 +254,7 @@ def _check_manifest(manifest: Manifest, data: DataConfig, *, pair: PairConfig) -
             )
     for key, (old, new) in compared.items():
         if old != new:
-            problem = f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}"
-            raise ValueError(f"{problem}; set data.dir to data of this pair, or make it with `acceptance-heads data`")
+            raise ValueError(
+                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
+                "data.dir to data of this pair, or make it with `acceptance-heads data`"
+            )

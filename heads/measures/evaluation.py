@@ -1,6 +1,6 @@
 """All metrics of a finished sweep on one split, as JSON values.
 
-Heads are compared with a constant and with the draft's own signal (`heads.measures.own_signal`), whose two numbers are
+Heads are compared with a constant and with the draft's own signal (`heads.training.start`), whose two numbers are
 fitted to training responses; a head that does not beat it has not converged or is of no use.
 """
 

@@ -32,13 +32,14 @@ _PARTS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> AcceptanceHead:
     """The draft's confidence head as a prefix head, which ignores its other inputs; ValueError if it has none."""
     if draft.confidence_head is None:
-        problem = f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false)"
-        raise ValueError(f"{problem}; train a prefix head for it")
+        raise ValueError(
+            f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false); train a prefix "
+            "head for it"
+        )
     proj = draft.confidence_head.proj
     head = AcceptanceHead(draft.hidden_size, 0, "prefix", provenance=provenance)
-    weight = proj.weight.detach().float().cpu()
-    weight = functional.pad(weight, (0, draft.hidden_size - weight.shape[1]))
-    head.load_state_dict({"out.weight": weight, "out.bias": proj.bias.detach().float().cpu()})
+    weight = functional.pad(proj.weight, (0, draft.hidden_size - proj.weight.shape[1]))
+    head.load_state_dict({"out.weight": weight, "out.bias": proj.bias})
     return head.eval()
 
 
@@ -68,8 +69,10 @@ def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
     stored = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     for name in _PARTS:
         if name not in stored:
-            problem = f"the draft {source} has no tensor {name}, so it has no confidence head to replace"
-            raise ValueError(f"{problem}; set pair.draft to a DSpark draft with one")
+            raise ValueError(
+                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set pair.draft to "
+                "a DSpark draft with one"
+            )
         if stored[name].dtype not in FLOATS:
             raise ValueError(f"{name} of {source} has dtype {stored[name].dtype}; use a draft that stores it as floats")
     return stored[_PARTS[0]].shape[-1]
@@ -77,17 +80,22 @@ def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
 
 def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Tensor]:
     """Weight and bias of the calibrated logit; ValueError unless it is linear in the confidence head's inputs."""
-    remedy = "export a linear prefix head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
     if head.timing != "prefix" or head.depth or head.inputs.scalars or head.inputs.is_normalised:
-        raise ValueError(f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; {remedy}")
+        raise ValueError(
+            f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; export a linear prefix "
+            "head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
+        )
     weight = head.out.weight.detach()
     size = f"the head {name} has width {head.hidden_size}"
     if head.hidden_size < width:
-        remedy = "export a head that was trained for this draft"
-        raise ValueError(f"{size}, but this draft's confidence head has {width}; {remedy}")
+        raise ValueError(
+            f"{size}, but this draft's confidence head has {width}; export a head that was trained for this draft"
+        )
     if weight[:, width:].any():
-        remedy = "train the head for a draft whose Markov head is vanilla"
-        raise ValueError(f"{size}, but engines pass a confidence head only the first {width} numbers; {remedy}")
+        raise ValueError(
+            f"{size}, but engines pass a confidence head only the first {width} numbers; train the head for a draft "
+            "whose Markov head is vanilla"
+        )
     weight = weight[:, :width] / head.provenance.calibration_temperature
     return weight, head.calibrated_logit(head.out.bias.detach())
 

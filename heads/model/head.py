@@ -208,12 +208,12 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
 
         ValueError if an input is missing, or given to a head that does not read it.
         """
-        inputs = self.inputs.concatenated(scalars, embedding)
         dtype = self.out.weight.dtype
+        stream, inputs = self.inputs.read(hidden.to(dtype), scalars, embedding)
         # one head is a stack of one, so that the formula is written once
         weights = {name: parameter[None] for name, parameter in self.named_parameters()}
         x = None if inputs is None else inputs.to(dtype).reshape(1, -1, inputs.shape[-1])
-        stream = self.inputs.taken(hidden.to(dtype)).reshape(1, -1, self.hidden_size)
+        stream = stream.reshape(1, -1, self.hidden_size)
         logit = stack_forward(weights, stream, x, architecture=architecture_of(self.architecture))
         return logit.view(hidden.shape[:-1])
 
@@ -303,8 +303,10 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
         try:
             head.load_state_dict(checked(tensors), assign=True)
         except (RuntimeError, ValueError) as error:
-            problem = f"weights of head {str(source)!r} do not fit its config.json: {' '.join(str(error).split())}"
-            raise ValueError(f"{problem}; export the head again") from error
+            raise ValueError(
+                f"weights of head {str(source)!r} do not fit its config.json: {' '.join(str(error).split())}; export "
+                "the head again"
+            ) from error
         return head.eval()
 
     @classmethod

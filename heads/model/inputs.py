@@ -101,14 +101,21 @@ class Inputs(NamedTuple):
         """The argument `scalars` of a head's forward for some tokens, from scalars by name, in nats."""
         return torch.stack([columns[name] for name in self.scalars], -1) if self.scalars else None
 
-    def concatenated(
-        self, scalars: Float[Tensor, "*tokens scalar"] | None, embedding: Float[Tensor, "*tokens hidden"] | None
-    ) -> Float[Tensor, "*tokens input"] | None:
-        """x of law 4.7: all inputs side by side, or None; ValueError for an input that is missing or is not read."""
-        is_read = {"scalars": bool(self.scalars), "embedding": self.embedding}
-        for name, value in (("scalars", scalars), ("embedding", embedding)):
-            if (value is not None) != is_read[name]:
-                problem = f"needs {name}; pass it" if is_read[name] else f"takes no {name}; leave it out"
-                raise ValueError(f"the head {problem}")
-        parts = [part for part in (scalars, None if embedding is None else self.taken(embedding)) if part is not None]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0] if parts else None
+    def read(
+        self,
+        hidden: Float[Tensor, "*tokens hidden"],
+        scalars: Float[Tensor, "*tokens scalar"] | None,
+        embedding: Float[Tensor, "*tokens hidden"] | None,
+    ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens input"] | None]:
+        """hidden and x of law 4.7, all other inputs side by side, or None; ValueError for an input that is missing or
+        is not read.
+        """
+        for name, value, is_read in (("scalars", scalars, self.scalars), ("embedding", embedding, self.embedding)):
+            if value is None and is_read:
+                raise ValueError(f"the head needs {name}; pass it")
+            if value is not None and not is_read:
+                raise ValueError(f"the head takes no {name}; leave it out")
+        others = [] if scalars is None else [scalars]
+        if embedding is not None:
+            others.append(self.taken(embedding))
+        return self.taken(hidden), torch.cat(others, -1) if others else None

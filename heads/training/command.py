@@ -25,11 +25,11 @@ from configs.schema import Config, PairConfig
 from data_gen.store.manifest import read_manifest, refuse_older
 from heads.batches.module import FeatureData, is_first_process
 from heads.grid import grid
-from heads.measures.own_signal import fit_own_signals
 from heads.measures.plots import save_plots
 from heads.measures.report import by_set, tables, verdict, write_metrics
 from heads.model.published import license_of
 from heads.training.directory import RunDirectory, versions
+from heads.training.start import fit_own_signals
 from heads.training.sweep import Sweep
 from heads.training.trainer import make_trainer, quiet, stopped_by_sigusr1
 from lm import FeatureDraft, load_model, load_pair
@@ -44,6 +44,10 @@ _STEPS = 400
 _EPOCHS = (3, 30)
 """Minimum, the paper's, and maximum."""
 _CPU = torch.device("cpu")
+_NO_CHECKPOINT = (
+    "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is nothing "
+    "to export; remove that setting to train"
+)
 
 
 def train(config: Config | str | PurePath, *, resume: bool = True) -> Json:
@@ -70,7 +74,10 @@ def train(config: Config | str | PurePath, *, resume: bool = True) -> Json:
             raise
         if trainer.is_global_zero:
             report(sweep, directory)
-            _say_next(config, has_checkpoint=directory.checkpoint.is_file())
+            if directory.checkpoint.is_file():
+                say_next(config, "export")
+            else:
+                print(_NO_CHECKPOINT)
         return sweep.results
 
 
@@ -129,28 +136,22 @@ def report(sweep: Sweep, directory: RunDirectory) -> None:
     print(f"all metrics: {directory.path / 'tables.md'}, {directory.metrics}; {len(plots)} plots: {plots[0].parent}")
 
 
-def _say_next(config: Config, *, has_checkpoint: bool) -> None:
-    if has_checkpoint:
-        say_next(config, "export")
-    else:
-        print(
-            "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is "
-            "nothing to export; remove that setting to train"
-        )
-
-
 def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab hidden"]:
     """The draft's input embeddings; a draft that reads the target's states is loaded with its target."""
     try:
         draft = load_pair(pair).drafting if released_layout_of(pair.draft) else load_model(pair.draft, device=_CPU)
     except FileNotFoundError as error:
-        remedy = "heads with heads.embeddings [true] read its embeddings; without it, set heads.embeddings to [false]"
-        raise FileNotFoundError(f"{error}; {remedy}") from error
+        raise FileNotFoundError(
+            f"{error}; heads with heads.embeddings [true] read its embeddings; without it, set heads.embeddings to "
+            "[false]"
+        ) from error
     layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()
     if embedding.shape[1] != hidden_size:
-        widths = f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}"
-        raise ValueError(f"{widths}, but heads.embeddings needs equal widths; set it to [false]")
+        raise ValueError(
+            f"the draft's embeddings have width {embedding.shape[1]} and its hidden states {hidden_size}, but "
+            "heads.embeddings needs equal widths; set it to [false]"
+        )
     return embedding
 
 

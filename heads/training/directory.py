@@ -109,8 +109,10 @@ def run_of(path: Path) -> str:
             f"{path} is not a checkpoint of `acceptance-heads train` ({type(error).__name__}: {error}); name another"
         ) from error
     if "signals" not in facts:
-        problem = f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars"
-        raise ValueError(f"{problem}; export its heads with that version, or {_START_OVER}")
+        raise ValueError(
+            f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars; export its "
+            f"heads with that version, or {_START_OVER}"
+        )
     return run
 
 
@@ -121,8 +123,9 @@ def _whole_zip(path: Path) -> str:
             if broken := file.testzip():
                 raise zipfile.BadZipFile(f"in {broken}")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, UnicodeDecodeError) as error:
-        remedy = "delete it, or pass --resume false, to start over"
-        raise ValueError(f"checkpoint {path} is incomplete or corrupted ({error}); {remedy}") from error
+        raise ValueError(
+            f"checkpoint {path} is incomplete or corrupted ({error}); delete it, or pass --resume false, to start over"
+        ) from error
     return "whole"
 
 
@@ -156,8 +159,10 @@ def _refuse_difference(on_disk: Json, described: Json, *, path: Path) -> None:
         old, new = (defaults | config[section] for config in (on_disk["config"], described["config"]))
         for name in new:
             if old.get(name) != new[name] and f"{section}.{name}" not in _FREE_TO_CHANGE:
-                run = f"{path} has a run with {section}.{name} = {old.get(name)!r}"
-                raise ValueError(f"{run}, but this config has {new[name]!r}; {remedy}")
+                raise ValueError(
+                    f"{path} has a run with {section}.{name} = {old.get(name)!r}, but this config has {new[name]!r}; "
+                    f"{remedy}"
+                )
     written = on_disk["processes"]
     processes = described["processes"]
     dropout = described["config"]["heads"]["dropout"]

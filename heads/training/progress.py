@@ -17,9 +17,8 @@ class StepsBar(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
         if self._bar is None:  # not earlier: linear heads are solved before the first step, with a bar of their own
-            total = num_optimizer_steps(trainer)
             self._bar = Bar(
-                total=total,
+                total=num_optimizer_steps(trainer),
                 initial=trainer.global_step,
                 desc="train",
                 unit="steps",
@@ -27,7 +26,8 @@ class StepsBar(pl.Callback):
             )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
-        self._advance(trainer.global_step)
+        if self._bar is not None:
+            self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_batch_end(self, *args: object) -> None:
         if self._bar is not None:
@@ -40,30 +40,24 @@ class StepsBar(pl.Callback):
 
     def on_test_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
         if self._bar is None:
-            total = sum(trainer.num_test_batches)
             self._bar = Bar(
-                total=total,
+                total=sum(trainer.num_test_batches),
                 desc="measure heads",
                 unit="batches",
                 leave=False,
                 disable=not trainer.is_global_zero,
             )
-        self._advance(int(self._bar.n) + 1)
+        self._bar.update()
 
-    def _advance(self, count: int) -> None:
-        if self._bar is not None:
-            self._bar.update(count - self._bar.n)
-
-    def on_train_end(self, *args: object) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._bar is not None:
             self._bar.close()
         self._bar = None
 
-    def on_test_end(self, *args: object) -> None:
-        self.on_train_end()
+    on_test_end = on_train_end
 
-    def on_exception(self, *args: object) -> None:
-        self.on_train_end()
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
 
 def num_optimizer_steps(trainer: pl.Trainer) -> int:
@@ -72,11 +66,11 @@ def num_optimizer_steps(trainer: pl.Trainer) -> int:
     Lightning's `estimated_stepping_batches` would set up the loader and so discard the state of a resumed one.
     """
     if trainer.max_epochs in (-1, None) and trainer.max_steps == -1:
-        limits = "trainer.max_epochs and trainer.max_steps are both -1"
-        raise ValueError(f"{limits}, but the cosine schedule needs an end; set one")
-    if trainer.max_epochs in (-1, None):
+        raise ValueError(
+            "trainer.max_epochs and trainer.max_steps are both -1, but the cosine schedule needs an end; set one"
+        )
+    if trainer.max_epochs is None or trainer.max_epochs == -1:
         return trainer.max_steps
-    assert trainer.max_epochs is not None
     batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
     limit = trainer.limit_train_batches
     batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)

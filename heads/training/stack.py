@@ -15,9 +15,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heads.batches.features import Batch, of_timing
 from heads.grid import HeadSpec
 from heads.model.formula import ARCHITECTURES, Architecture, Dropout, Scaling, folded, stack_forward
 from heads.model.head import AcceptanceHead, HeadShape, Provenance
+from heads.model.inputs import SIGNALS
 from heads.training.loss import ChunkedLoss, Targets, chunks_of, weighted_bce
 
 
@@ -58,6 +60,16 @@ class HeadStack(nn.Module):
         return ARCHITECTURES[self.shape.architecture]
 
     @property
+    def shift(self) -> Float[Tensor, " heads"]:
+        """ln(w_rej / w_acc) of every head, float64."""
+        return self.reject_weights.log().double()
+
+    def targets(self, batch: Batch) -> Targets:
+        """The targets of the tokens that these heads score."""
+        label = of_timing(batch, self.shape.timing).acceptance_prob
+        return Targets.of(label, self.reject_weights)
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """Parameters by their names in `AcceptanceHead.state_dict()`, as in `heads.model.formula`."""
         return {name: self.get_parameter(parameter_name) for name, parameter_name in self._names.items()}
@@ -65,59 +77,53 @@ class HeadStack(nn.Module):
     def forward(
         self,
         hidden: Float[Tensor, "tokens hidden"],
-        scalars: Float[Tensor, "tokens scalar"] | None = None,
-        embedding: Float[Tensor, "tokens hidden"] | None = None,
+        inputs: Float[Tensor, "tokens input"] | None = None,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, "heads tokens"]:
-        """The logit of every head for every token; inputs as in `AcceptanceHead.forward`, float32, scalars in nats."""
-        stream, inputs = self.columns(hidden, scalars, embedding)
-        return self._logits(self._centred(), stream, inputs, dropout)
+        """The logit of every head for every token, from what `Inputs.read` returns, float32."""
+        stream, x = self.columns(hidden, inputs)
+        return self._logits(self._centred(), stream, x, dropout)
 
     def loss(
         self,
         hidden: Float[Tensor, "tokens hidden"],
-        scalars: Float[Tensor, "tokens scalar"] | None = None,
-        embedding: Float[Tensor, "tokens hidden"] | None = None,
+        inputs: Float[Tensor, "tokens input"] | None = None,
         *,
         targets: Targets,
         dropout: Dropout | None = None,
     ) -> Float[Tensor, " heads"]:
         """The loss of every head over a batch, in chunks except under autocast, whose scaler would come too late."""
         if torch.is_autocast_enabled(hidden.device.type):
-            return weighted_bce(self(hidden, scalars, embedding, dropout), targets)
-        stream, inputs = self.columns(hidden, scalars, embedding)
+            return weighted_bce(self(hidden, inputs, dropout), targets)
+        stream, x = self.columns(hidden, inputs)
         weights = self._centred()
 
         def loss_of(values: Sequence[Tensor], chunk: slice) -> Float[Tensor, " heads"]:
-            x = None if inputs is None else inputs[chunk]
-            logit = self._logits(dict(zip(weights, values, strict=True)), stream[chunk], x, dropout)
+            part = None if x is None else x[chunk]
+            logit = self._logits(dict(zip(weights, values, strict=True)), stream[chunk], part, dropout)
             return weighted_bce(logit, targets.at(chunk))
 
         chunks = chunks_of(stream, num_heads=len(self.specs))
         return ChunkedLoss.apply(loss_of, chunks, *weights.values())  # type: ignore[no-any-return]
 
     def columns(
-        self, hidden: Tensor, scalars: Tensor | None, embedding: Tensor | None
+        self, hidden: Tensor, inputs: Tensor | None
     ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens input"] | None]:
         """The hidden state less its mean, and the other inputs standardised."""
-        x = self.shape.inputs.concatenated(scalars, embedding)
-        standardised = None if x is None else (x - self.input_scaling.mean) / self.input_scaling.deviation
-        return self.shape.inputs.taken(hidden) - self.hidden_scaling.mean, standardised
+        x = None if inputs is None else (inputs - self.input_scaling.mean) / self.input_scaling.deviation
+        return hidden - self.hidden_scaling.mean, x
 
     @property
     def is_solved(self) -> bool:
         """Whether the heads get their optimum (`heads.training.linear`) instead of steps of Adam."""
         return self.shape.depth == 0 and not self.shape.is_specdec
 
-    def design(
-        self, hidden: Tensor, scalars: Tensor | None, embedding: Tensor | None
-    ) -> Float[Tensor, "tokens column"]:
+    def design(self, hidden: Tensor, inputs: Tensor | None) -> Float[Tensor, "tokens column"]:
         """The columns of a linear head: hidden state and other inputs, standardised, and 1; float64."""
-        stream, inputs = self.columns(hidden, scalars, embedding)
-        parts = [stream / self.hidden_scaling.deviation, torch.ones_like(stream[:, :1])]
-        if inputs is not None:
-            parts.insert(1, inputs)
-        return torch.cat(parts, -1).double()
+        stream, x = self.columns(hidden, inputs)
+        others = stream[:, :0] if x is None else x
+        columns = torch.cat([stream / self.hidden_scaling.deviation, others, torch.ones_like(stream[:, :1])], -1)
+        return columns.double()
 
     def linear_weights(self) -> Float[Tensor, "heads column"]:
         """w, v and b of law 4.7 for the columns of `design`, float64."""
@@ -131,15 +137,18 @@ class HeadStack(nn.Module):
             weight.copy_(value.view_as(weight))
 
     @torch.no_grad()
-    def start_at(self, signal: str | None, slope: float, offset: Float[Tensor, " heads"]) -> None:
-        """Give every head the logit slope x signal + offset, of a scalar that it reads (None: offset alone)."""
+    def start_at_signal(self, slope: float, offset: float) -> None:
+        """Give every head the calibrated logit slope x signal + offset of its timing's signal; 0 if it does not read
+        the signal.
+        """
         for weight in self._linear():
             weight.zero_()
-        bias = offset.to(self.weights["out.bias"])
-        if signal is not None:
+        bias = -self.shift
+        signal = SIGNALS[self.shape.timing]
+        if signal in self.shape.inputs.scalars:
             column = self.shape.inputs.scalars.index(signal)
             self.weights["skip.weight"][..., column] = slope * self.input_scaling.deviation[column]
-            bias = bias + slope * self.input_scaling.mean[column]
+            bias = (offset + bias).to(self.reject_weights) + slope * self.input_scaling.mean[column]
         self.weights["out.bias"].copy_(bias[:, None])
 
     def _linear(self) -> list[Tensor]:

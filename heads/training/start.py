@@ -1,13 +1,16 @@
 """What a sweep takes from its training data before the first step of Adam.
 
-1. Means and deviations of every column, over the first shard.
-2. Weights that give the logistic of the draft's own signal (`heads.measures.own_signal`), so that no head begins below
-   two numbers.
-3. Heads of depth 0 get their optimum (`heads.training.linear`), each with the ridge whose calibrated KL on dev is the
+1. The draft's own signal: the scalar that predicts a head's label without a head: logit q(y), or logit max q before y
+   is drawn (`heads.model.inputs.SIGNALS`). Its prediction is sigmoid(slope z + offset), with two numbers fitted to
+   training responses. The scalar is a logit, because log q(y) is bounded by 0: no slope and offset of it reach the
+   acceptance of near-certain tokens. A head is worth decoding with only if its KL on dev is lower.
+2. Means and deviations of every column, over the first shard.
+3. Weights that give the logistic of the signal, so that no head begins below two numbers.
+4. Heads of depth 0 get their optimum (`heads.training.linear`), each with the ridge whose calibrated KL on dev is the
    lowest. Adam leaves them alone.
 
-SpecDec++'s own heads are left out: they keep the paper's recipe. Only sums over tokens are kept, and they are added up
-over processes.
+SpecDec++'s own heads are left out of 2 to 4: they keep the paper's recipe. Only sums over tokens are kept, and they are
+added up over processes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ from heads.batches.features import STATE_TIMINGS, Batch, of_timing
 from heads.batches.loader import BatchLoader
 from heads.batches.module import FeatureData
 from heads.measures.histogram import observe
-from heads.measures.scores import fit_temperature, measures
+from heads.measures.scores import fit_logistic, fit_temperature, measures
 from heads.measures.sums import Sums
 from heads.model.formula import Scaling
 from heads.model.inputs import SIGNALS, Inputs
@@ -29,6 +32,8 @@ from heads.training.loss import Targets
 from heads.training.stack import HeadStack
 from store.progress import Bar
 
+_SIGNAL_RESPONSES = 2048
+"""Training responses that the two numbers of a signal are fitted to."""
 CURVATURE_TOKENS = 2**16
 """Tokens that the curvature is measured on."""
 MOST_TOKENS = 2**19
@@ -41,30 +46,47 @@ _CHUNK = 4096
 _CONSTANT = 1e-10
 """A column with a smaller variance, relative to its mean square, is centred only."""
 
+Part = tuple[Float[Tensor, "tokens column"], Targets]
+"""Columns and targets of some tokens."""
 
-class Moments:
+
+def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Timing -> (slope, offset) of the signal of its heads, fitted to labels without hidden states, batch after batch.
+
+    ValueError without drafted tokens.
+    """
+    sums = {timing: Sums(1, torch.device("cpu")) for timing in timings}
+    for batch in data.training_labels(_SIGNAL_RESPONSES):
+        for timing, of_signal in sums.items():
+            features = of_timing(batch, timing)
+            of_signal.update(observe(features.scalars[SIGNALS[timing]][None], features.acceptance_prob[None]))
+    fitted = {}
+    for timing, of_signal in sums.items():
+        histogram = of_signal.compute()
+        if not float(histogram.total):
+            raise _no_tokens(data)
+        slope, offset = fit_logistic(histogram)
+        fitted[timing] = (float(slope), float(offset))
+    return fitted
+
+
+def moments(columns: Float[Tensor, "tokens column"]) -> Float[Tensor, "3 column"]:
     """Count, sum and sum of squares of some columns, float64."""
+    sums = columns.new_zeros(3, columns.shape[-1], dtype=torch.float64)
+    for chunk in columns.split(_CHUNK):
+        values = chunk.double()
+        sums += torch.stack([torch.ones_like(values).sum(0), values.sum(0), values.square().sum(0)])
+    return sums
 
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
 
-    def update(self, columns: Float[Tensor, "tokens column"]) -> None:
-        """Add some tokens."""
-        sums = columns.new_zeros(3, columns.shape[-1], dtype=torch.float64)
-        for chunk in columns.split(_CHUNK):
-            values = chunk.double()
-            sums += torch.stack([torch.ones_like(values).sum(0), values.sum(0), values.square().sum(0)])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def compute(self, reduce: Reduce) -> Scaling:
-        """Mean and deviation of each column over all processes; a constant column has deviation 1."""
-        assert self._sums is not None, "a loader has at least one batch"
-        count, total, squares = reduce(self._sums)
-        mean = total / count
-        mean_square = squares / count
-        variance = mean_square - mean.square()
-        is_constant = variance <= _CONSTANT * mean_square
-        return Scaling(mean, torch.where(is_constant, 1.0, variance.clamp_min(0.0).sqrt()))
+def scaling_of(moments: Float[Tensor, "3 column"]) -> Scaling:
+    """Mean and deviation of each column; a constant column has deviation 1."""
+    count, total, squares = moments
+    mean = total / count
+    mean_square = squares / count
+    variance = mean_square - mean.square()
+    is_constant = variance <= _CONSTANT * mean_square
+    return Scaling(mean, torch.where(is_constant, 1.0, variance.clamp_min(0.0).sqrt()))
 
 
 class Start:
@@ -76,55 +98,42 @@ class Start:
         data: FeatureData,
         *,
         batches: Callable[[BatchLoader], Iterable[Batch]],
-        inputs: Callable[[HeadStack, Batch], tuple[Tensor, Tensor | None, Tensor | None]],
-        targets: Callable[[HeadStack, Batch], Targets],
-        shift: Callable[[HeadStack], Float[Tensor, " heads"]],
+        inputs: Callable[[HeadStack, Batch], tuple[Tensor, Tensor | None]],
         reduce: Reduce,
     ) -> None:
         """Args:
         stacks: every stack of the sweep.
         data: the training data.
         batches: the batches of a loader, on the stacks' device.
-        inputs: hidden, scalars and embedding of the tokens that a stack scores.
-        targets: their targets.
-        shift: ln(w_rej / w_acc) of the heads of a stack, float64.
+        inputs: `Inputs.read` of the tokens that a stack scores.
         reduce: sums a tensor over processes.
         """
         self.stacks = [stack for stack in stacks if not stack.shape.is_specdec]
         self._data = data
         self._batches = batches
         self._inputs = inputs
-        self._targets = targets
-        self._shift = shift
         self._reduce = reduce
 
     @torch.no_grad()
     def standardise(self) -> None:
         """Set means and deviations; ValueError if the first shard has no drafted tokens."""
-        by_columns = {_columns_of(stack): (stack, Moments()) for stack in self.stacks}
+        stack_of = {_columns_of(stack): stack for stack in self.stacks}
+        sums: dict[tuple[str, Inputs], Tensor] = {}
         for batch in self._batches(self._data.first_shard()):
-            for stack, moments in by_columns.values():
-                hidden, scalars, embedding = self._inputs(stack, batch)
-                x = stack.shape.inputs.concatenated(scalars, embedding)
-                states = stack.shape.inputs.taken(hidden)
-                moments.update(states if x is None else torch.cat([states, x], -1))
-        scalings = {key: moments.compute(self._reduce) for key, (_, moments) in by_columns.items()}
+            for key, stack in stack_of.items():
+                columns = [values for values in self._inputs(stack, batch) if values is not None]
+                sums[key] = sums.get(key, 0.0) + moments(torch.cat(columns, -1))
+        scalings = {key: scaling_of(self._reduce(of_batches)) for key, of_batches in sums.items()}
         for stack in self.stacks:
             scaling = scalings[_columns_of(stack)]
             if scaling.mean.isnan().any():
-                problem = f"train labels of {self._data.data.dir} have no drafted tokens"
-                raise ValueError(f"{problem}; raise data.num_train")
+                raise _no_tokens(self._data)
             stack.standardise(scaling.at(slice(stack.hidden_size)), scaling.at(slice(stack.hidden_size, None)))
 
     def start_at_signals(self, signals: Mapping[str, Sequence[float]]) -> None:
-        """Give every head the slope and the offset of its timing's signal; 0 if it does not read the signal."""
+        """Give every head the slope and the offset of its timing's signal."""
         for stack in self.stacks:
-            name = SIGNALS[stack.shape.timing]
-            slope, offset = signals[stack.shape.timing]
-            if name in stack.shape.inputs.scalars:
-                stack.start_at(name, slope, offset - self._shift(stack))
-            else:
-                stack.start_at(None, 0.0, -self._shift(stack))
+            stack.start_at_signal(*signals[stack.shape.timing])
 
     @torch.no_grad()
     def solve(self, *, shows: bool) -> list[tuple[HeadStack, LinearFit]]:
@@ -137,14 +146,8 @@ class Start:
         stored = []
         if 8 * loader.num_tokens * sum(widths) <= STORED_BYTES:
             stored = [list(map(list, parts)) for parts in self._parts(stacks, loader)]
-        num_heads = sum(len(stack.specs) for stack in stacks)
-        with Bar(
-            total=MAX_PASSES,
-            desc=f"optimum of {num_heads} linear heads",
-            unit="passes",
-            disable=not shows,
-            leave=False,
-        ) as bar:
+        title = f"optimum of {sum(len(stack.specs) for stack in stacks)} linear heads"
+        with Bar(total=MAX_PASSES, desc=title, unit="passes", disable=not shows, leave=False) as bar:
             for _ in range(MAX_PASSES):
                 open_fits = [fit for _, fit in fits if not fit.is_done]
                 if not open_fits:
@@ -166,13 +169,13 @@ class Start:
         sums = [Sums(fit.weights[..., 0].numel(), fit.weights.device) for _, fit in fits]
         for batch in self._batches(self._data.val_dataloader()) if fits else ():
             for (stack, fit), of_fit in zip(fits, sums, strict=True):
-                label = of_timing(batch, stack.shape.timing).acceptance_prob
                 logit = fit.weights.flatten(0, 1) @ stack.design(*self._inputs(stack, batch)).T
-                targets = self._targets(stack, batch)
-                of_fit.update(observe(logit, label[None], (targets.accepted + targets.rejected)[None]))
+                targets = stack.targets(batch)
+                weight = targets.accepted + targets.rejected
+                of_fit.update(observe(logit, targets.accepted[None], weight[None]))
         for (stack, fit), of_fit in zip(fits, sums, strict=True):
             histogram = of_fit.compute()
-            shifts = self._shift(stack).repeat_interleave(len(RIDGES))
+            shifts = stack.shift.repeat_interleave(len(RIDGES))
             temperature = fit_temperature(histogram, shifts)
             kl = measures(histogram, 1 / temperature, shifts / temperature).kl
             best = kl.view(-1, len(RIDGES)).argmin(-1)
@@ -188,21 +191,22 @@ class Start:
                     curvature.observe(columns, targets)
         return {stack: curvature.compute(self._reduce) for stack, curvature in sums.items()}
 
-    def _parts(
-        self, stacks: Sequence[HeadStack], loader: BatchLoader
-    ) -> Iterator[list[Iterator[tuple[Float[Tensor, "tokens column"], Targets]]]]:
+    def _parts(self, stacks: Sequence[HeadStack], loader: BatchLoader) -> Iterator[list[Iterator[Part]]]:
         """The chunks of each stack, batch after batch."""
         for batch in self._batches(loader):
             yield [self._chunks(stack, batch) for stack in stacks]
 
-    def _chunks(self, stack: HeadStack, batch: Batch) -> Iterator[tuple[Float[Tensor, "tokens column"], Targets]]:
+    def _chunks(self, stack: HeadStack, batch: Batch) -> Iterator[Part]:
         """Columns and targets of some tokens of a batch at a time."""
-        hidden, scalars, embedding = self._inputs(stack, batch)
-        targets = self._targets(stack, batch)
+        hidden, inputs = self._inputs(stack, batch)
+        targets = stack.targets(batch)
         for first in range(0, len(hidden), _CHUNK):
             part = slice(first, first + _CHUNK)
-            optional = (None if values is None else values[part] for values in (scalars, embedding))
-            yield stack.design(hidden[part], *optional), targets.at(part)
+            yield stack.design(hidden[part], None if inputs is None else inputs[part]), targets.at(part)
+
+
+def _no_tokens(data: FeatureData) -> ValueError:
+    return ValueError(f"train labels of {data.data.dir} have no drafted tokens; raise data.num_train")
 
 
 def _columns_of(stack: HeadStack) -> tuple[str, Inputs]:

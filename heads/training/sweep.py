@@ -30,7 +30,7 @@ from heads.measures.sums import Sums
 from heads.model.files import LEAST_KL
 from heads.model.head import AcceptanceHead, Provenance
 from heads.model.inputs import SIGNALS
-from heads.training.loss import Targets, tf32_products
+from heads.training.loss import tf32_products
 from heads.training.progress import num_optimizer_steps, training_plan
 from heads.training.stack import HeadStack
 from heads.training.start import Start
@@ -63,7 +63,7 @@ class Sweep(pl.LightningModule):
         """Args:
         heads: the `heads` section of the config.
         facts: run (name), hidden_size, provenance (what heads share), signals {timing: [slope, offset]} of the draft's
-            own signal (`heads.measures.own_signal`).
+            own signal (`heads.training.start`).
         embedding: the draft's [vocab, hidden] input embeddings, for heads that read them.
         allows_tf32: whether products of training steps may run in TF32 on a GPU; all else is float32.
         """
@@ -118,8 +118,6 @@ class Sweep(pl.LightningModule):
             data,
             batches=self._batches,
             inputs=self._inputs,
-            targets=self.targets,
-            shift=self._shift_of,
             reduce=self._sum,
         )
         start.standardise()
@@ -147,7 +145,7 @@ class Sweep(pl.LightningModule):
             return torch.stack([parameter.sum() for parameter in self.stacks.parameters()]).sum() * 0.0
         losses = []
         for stack in self.trained:
-            targets = self.targets(stack, batch)
+            targets = stack.targets(batch)
             targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
             step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             dropout = stack.dropout(*step)
@@ -157,15 +155,11 @@ class Sweep(pl.LightningModule):
         if not (is_finite := torch.isfinite(loss.detach())).all():
             names = [str(spec) for stack in self.trained for spec in stack.specs]
             failed = ", ".join(names[index] for index in (~is_finite).nonzero().flatten().tolist())
-            problem = f"the loss of {failed} is not finite at step {self.global_step}"
-            raise ValueError(f"{problem}; lower heads.learning_rate")
+            raise ValueError(
+                f"the loss of {failed} is not finite at step {self.global_step}; lower heads.learning_rate"
+            )
         self.log("train/loss", loss.detach().mean(), prog_bar=True, sync_dist=True)
         return loss.sum()
-
-    def targets(self, stack: HeadStack, batch: Batch) -> Targets:
-        """The targets of the tokens that a stack scores."""
-        label = of_timing(batch, stack.shape.timing).acceptance_prob
-        return Targets.of(label, stack.reject_weights)
 
     def on_validation_epoch_start(self) -> None:
         self._validation = Sums(len(self.specs), self.device)
@@ -296,21 +290,19 @@ class Sweep(pl.LightningModule):
                 exported[str(spec)] = stack.head(index, provenance).cpu()
         return exported
 
-    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """hidden, scalars and embedding of the tokens that a stack scores."""
+    def _inputs(self, stack: HeadStack, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """`Inputs.read` of the tokens that a stack scores."""
         features = of_timing(batch, stack.shape.timing)
         inputs = stack.shape.inputs
         # `build` passes the draft's embeddings if a head reads them
         embedding = self._embedding[0][features.token] if inputs.embedding and self._embedding else None
-        return features.hidden.to(stack.reject_weights.dtype), inputs.stacked(features.scalars), embedding
+        hidden = features.hidden.to(stack.reject_weights.dtype)
+        return inputs.read(hidden, inputs.stacked(features.scalars), embedding)
 
     @property
     def _shift(self) -> Tensor:
         """ln(w_rej / w_acc) of every head, float64."""
-        return torch.cat([self._shift_of(stack) for stack in self.by_shape])
-
-    def _shift_of(self, stack: HeadStack) -> Tensor:
-        return stack.reject_weights.log().double()
+        return torch.cat([stack.shift for stack in self.by_shape])
 
     @torch.no_grad()
     def _keep_best(self, kl: Tensor, temperature: Tensor) -> None:

@@ -83,8 +83,10 @@ def make_trainer(config: Config) -> pl.Trainer:
     """
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
-        problem = f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of the learning rate"
-        raise ValueError(f"{problem}; use {precision.replace('true', 'mixed')}")
+        raise ValueError(
+            f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of the learning rate; use "
+            f"{precision.replace('true', 'mixed')}"
+        )
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
     except (MisconfigurationException, TypeError) as error:
@@ -96,20 +98,23 @@ def make_trainer(config: Config) -> pl.Trainer:
             "strategy ddp from a command line"
         )
     if config.heads.batch_size % trainer.world_size:
-        size = config.heads.batch_size
-        processes = f"{trainer.world_size} processes (trainer.devices x num_nodes)"
-        remedy = f"use a multiple of {trainer.world_size}, or fewer devices"
-        raise ValueError(f"heads.batch_size is {size}, but {processes} share each batch; {remedy}")
+        raise ValueError(
+            f"heads.batch_size is {config.heads.batch_size}, but {trainer.world_size} processes (trainer.devices x "
+            f"num_nodes) share each batch; use a multiple of {trainer.world_size}, or fewer devices"
+        )
     return trainer
 
 
 def trainer_arguments(config: Config) -> dict[str, Any]:
     """The `trainer` section with defaults: one device, loggers, checkpoints, the project's progress bar."""
     arguments = {name: value for name, value in config.trainer.items() if value is not None}
-    path = Path(config.heads.dir)
+    path = config.heads.dir
     is_bare = arguments.get("barebones")
     if arguments.get("logger", True) is True and not is_bare:
-        arguments["logger"] = [CSVLogger(path / "logs", "csv"), TensorBoardLogger(path / "logs", name="tb", version="")]
+        arguments["logger"] = [
+            CSVLogger(f"{path}/logs", "csv"),
+            TensorBoardLogger(f"{path}/logs", name="tb", version=""),
+        ]
     callbacks = _listed(arguments.get("callbacks"))
     if arguments.get("enable_checkpointing", True) and not is_bare:
         callbacks += _checkpoints(config.heads)
@@ -121,7 +126,7 @@ def trainer_arguments(config: Config) -> dict[str, Any]:
     plugins = _listed(arguments.get("plugins"))
     files = [] if any(isinstance(plugin, CheckpointIO) for plugin in plugins) else [WholeCheckpoints()]
     arguments["plugins"] = [*plugins, *files, *_environments(plugins)]
-    defaults = {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": str(path)}
+    defaults = {"devices": 1, "num_sanity_val_steps": 0, "enable_model_summary": False, "default_root_dir": path}
     return defaults | arguments
 
 

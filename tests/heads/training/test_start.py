@@ -18,7 +18,7 @@ from heads.model.inputs import SIGNALS, Inputs
 from heads.training import start as start_module
 from heads.training.command import train
 from heads.training.stack import HeadStack
-from heads.training.start import Moments
+from heads.training.start import moments, scaling_of
 from heads.training.sweep import Sweep
 from store.shards import read_sidecar, write_shard
 from tests.toys.made_up import feature_data, make_config, set_keys
@@ -138,11 +138,8 @@ def test_the_scale_of_hidden_states_changes_next_to_nothing(data_dir: Path, tmp_
 
 def test_moments_are_those_of_all_tokens_and_a_constant_column_keeps_deviation_1():
     columns = torch.randn(900, 4) * torch.tensor([1.0, 1e-3, 50.0, 0.0]) + torch.tensor([0.0, 3.0, -400.0, 7.0])
-    moments = Moments()
-    for part in columns.split(70):
-        moments.update(part)
-    moments.update(columns[:0])
-    scaling = moments.compute(lambda tensor: tensor)
+    parts = [*columns.split(70), columns[:0]]
+    scaling = scaling_of(torch.stack([moments(part) for part in parts]).sum(0))
     torch.testing.assert_close(scaling.mean, columns.double().mean(0))
     expected = columns.double().std(0, correction=0)
     torch.testing.assert_close(scaling.deviation[:3], expected[:3], rtol=1e-4, atol=0)
@@ -172,7 +169,8 @@ def test_an_exported_head_is_the_trained_form_of_law_4_7():
         read = (stream - m) / s @ w[f"blocks.{index}.weight"].T + w[f"blocks.{index}.bias"]
         stream = stream + silu(t * read)
     expected = (stream - m) / s @ w["out.weight"].T + x_std @ w["skip.weight"].T + w["out.bias"]
-    torch.testing.assert_close(stack(raw, scalars, embedding)[0], expected.squeeze(-1))
+    logit = stack(*stack.shape.inputs.read(raw, scalars, embedding))
+    torch.testing.assert_close(logit[0], expected.squeeze(-1))
     exported = stack.head(0).double()
     torch.testing.assert_close(exported(raw, scalars, embedding), expected.squeeze(-1), atol=1e-4, rtol=1e-4)
 

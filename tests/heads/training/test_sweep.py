@@ -81,9 +81,10 @@ def test_stacked_logits_are_those_of_the_heads_alone_and_the_loss_by_chunks_is_t
 ):
     """Also with dropout, within one chunk: the masks are drawn in the same order."""
     stack = random_stack(depth, scalars, embedding, dropout=0.4, is_normalised=embedding)
-    inputs, prob = tokens(stack)
+    of_head, prob = tokens(stack)
+    inputs = stack.shape.inputs.read(*of_head)
     for index, logit in enumerate(stack(*inputs)):
-        torch.testing.assert_close(stack.head(index)(*inputs), logit, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stack.head(index)(*of_head), logit, rtol=1e-5, atol=1e-5)
     targets, scale = Targets.of(prob, torch.tensor(WEIGHTS)), torch.tensor([1.0, 0.5, 2.0])
     for step, least_chunk in ((None, 32), ((1, 2), 256)):
         monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)
@@ -123,7 +124,7 @@ def test_training_jointly_gives_the_weights_of_training_each_alone(depth: int, s
         batch = [None if values is None else values[part] for values in inputs]
         targets = Targets.of(prob[part], torch.tensor(WEIGHTS))
         joint.zero_grad()
-        stack.loss(*batch, targets=targets).sum().backward()
+        stack.loss(*stack.shape.inputs.read(*batch), targets=targets).sum().backward()
         joint.step()
         for head, optimizer, weight in zip(alone, single, WEIGHTS, strict=True):
             of_head = Targets.of(prob[part], torch.tensor([weight]))
