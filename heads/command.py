@@ -60,11 +60,6 @@ def export(
     if format == "sts":
         return [_export_sts(config, root)]
     sweep = _sweep_of(run, checkpoint)
-    if sweep.config.layer is not None:
-        raise ValueError(
-            f"heads.layer is {sweep.config.layer}, so these heads only compare layers (tables.md): decoding reads the "
-            "draft's last hidden state; train with heads.layer null to export"
-        )
     results = _results_of(sweep, run, checkpoint=checkpoint)
     names = _names(head, sweep.specs, results=results, metric=metric)
     # in `all`, training has just printed the verdict
@@ -109,7 +104,11 @@ def _complete_provenance(
 ) -> None:
     """Set the metrics of a head, or where its training stopped before it was measured."""
     if results:
-        head.provenance = replace(head.provenance, metrics=_metrics_of(name, head.timing, results))
+        metrics = _on_split(name, head.timing, results["dev"])
+        if "test" in results:
+            metrics["test"] = _on_split(name, head.timing, results["test"])
+        metrics["train_raw_kl"] = results["train"]["heads"][name]["raw_kl"]
+        head.provenance = replace(head.provenance, metrics=metrics)
     elif stopped_in is not None:
         training = head.provenance.training | {"stopped_in": stopped_in}
         head.provenance = replace(head.provenance, training=training)
@@ -140,14 +139,6 @@ def _passing(
     return passing, lines if refused else []
 
 
-def _metrics_of(name: str, timing: Timing, results: Mapping[str, Result]) -> dict[str, object]:
-    """Metrics of a head for its config.json: on dev, on test if there is one, and its raw KL on training data."""
-    metrics = _on_split(name, timing, results["dev"])
-    if "test" in results:
-        metrics["test"] = _on_split(name, timing, results["test"])
-    return metrics | {"train_raw_kl": results["train"]["heads"][name]["raw_kl"]}
-
-
 def _on_split(name: str, timing: Timing, result: Result) -> dict[str, object]:
     """Metrics of a head, its signal and a constant on one split; those without a value are left out."""
     head = result["heads"][name]
@@ -164,6 +155,11 @@ def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
         raise ValueError(
             f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
             f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
+        )
+    if sweep.config.layer is not None:
+        raise ValueError(
+            f"heads.layer is {sweep.config.layer}, so these heads only compare layers (tables.md): decoding reads the "
+            "draft's last hidden state; train with heads.layer null to export"
         )
     return sweep
 

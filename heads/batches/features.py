@@ -114,13 +114,6 @@ class LabelBlock:
         self.draft_lengths: list[Int[Tensor, " drafts"]] = [lengths[a:b] for a, b in pairwise(cuts)]
         self.bounds: list[tuple[int, int]] = list(pairwise((offsets - self.first).tolist()))
 
-    def drafted(self, response: int, timing: str) -> Int[Tensor, " tokens"]:
-        """The positions of a response that heads of this timing are trained on."""
-        begin, end = self.bounds[response]
-        if timing == "fed":
-            return self.is_drafted[begin:end].nonzero().squeeze(-1)
-        return torch.arange(end - begin)
-
     def texts(self, rows: pa.Table) -> list[Text]:
         """What the hidden states of the responses are computed from; `rows`: their rows."""
         texts = []
@@ -192,7 +185,9 @@ class FeatureShard:
     def _row(self, block: LabelBlock, response: int, timing: StateTiming) -> Row:
         """The labels of one response at the positions that heads of this timing are trained on."""
         begin, end = block.bounds[response]
-        drafted = block.drafted(response, timing)
+        drafted = torch.arange(end - begin)
+        if timing == "fed":
+            drafted = block.is_drafted[begin:end].nonzero().squeeze(-1)
         numbers = {name: values[begin:end][drafted] for name, values in block.numbers.items()}
         row_lengths = block.draft_lengths[response]
         if self.draft_starts is not None:
@@ -300,6 +295,11 @@ def gathered(rows: Sequence[Row]) -> Features:
     for row, states, part in zip(rows, stored, hidden.split(lengths), strict=True):
         torch.index_select(states, 0, row.drafted, out=part)
     return with_states(rows, hidden)
+
+
+def without_states(rows: Sequence[Row]) -> Features:
+    """The numbers of rows, concatenated, beside hidden states of width 0."""
+    return with_states(rows, torch.empty(sum(len(row.drafted) for row in rows), 0))
 
 
 def with_states(rows: Sequence[Row], hidden: Float[Tensor, "tokens hidden"]) -> Features:

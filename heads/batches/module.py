@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from configs.schema import DataConfig, HeadsConfig, PairConfig
@@ -26,7 +25,7 @@ from heads.batches.features import (
     FeatureShard,
     check_numbers,
     has_exact_logits,
-    with_states,
+    without_states,
 )
 from heads.batches.loader import BatchLoader, block_reader
 from heads.batches.states import States
@@ -63,7 +62,7 @@ class FeatureData(pl.LightningDataModule):
         self._is_ready = False
         _check_manifest(self.manifest, data, pair=pair)
         self.hidden_size = int(self.manifest["draft"]["hidden_size"])
-        splits = [split for split in ("train", "dev", "test") if split != "test" or data.num_test]
+        splits = ("train", "dev", "test") if data.num_test else ("train", "dev")
         paths = {split: self._paths(split) for split in splits}
         if is_first_process():  # the others start later, or wait for it
             shards = [of_shard for of_split in paths.values() for of_shard in of_split]
@@ -78,6 +77,10 @@ class FeatureData(pl.LightningDataModule):
                     file=sys.stderr,
                 )
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
+        # tokens of each response of each shard; of train, of the responses that heads are trained on
+        self._lengths = {split: [shard.lengths for shard in of_split] for split, of_split in self._shards.items()}
+        if heads.num_train is not None:
+            self._lengths["train"] = _first(self._lengths["train"], heads.num_train)
 
     def setup(self, stage: str | None = None) -> None:
         """Fill the cache of hidden states, or load the draft that computes them; Lightning calls this in every process,
@@ -114,13 +117,10 @@ class FeatureData(pl.LightningDataModule):
 
     def loader(self, split: str, *, seed: int | None = None, num: int | None = None, only: str = "") -> BatchLoader:
         """Batches of one split, of its first `num` responses or of one prompt set (`only`); shuffled with a seed."""
-        shards = self._shards[split]
-        lengths = [shard.lengths for shard in shards]
-        for count in (self.heads.num_train if split == "train" else None, num):
-            lengths = lengths if count is None else _first(lengths, count)
+        lengths = self._lengths[split]
         return BatchLoader(
-            block_reader(shards),
-            lengths,
+            block_reader(self._shards[split]),
+            lengths if num is None else _first(lengths, num),
             batch_size=self.heads.batch_size,
             seed=seed,
             process=(self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1),
@@ -130,37 +130,27 @@ class FeatureData(pl.LightningDataModule):
 
     def first_shard(self) -> BatchLoader:
         """The responses of the first training shard that has drafted tokens, and of empty ones before it."""
-        shards = self._shards["train"]
-        first = next(index for index, shard in enumerate(shards) if any(shard.lengths))
-        num_rows = sum(len(shard.lengths) for shard in shards[: first + 1])
-        return self.loader("train", num=min(num_rows, self.num_responses("train")))
+        lengths = self._lengths["train"]
+        first = next(index for index, of_shard in enumerate(lengths) if any(of_shard))
+        return self.loader("train", num=sum(map(len, lengths[: first + 1])))
 
     def first_tokens(self, limit: int) -> BatchLoader:
         """The first training responses, of at most `limit` tokens; at least one response with tokens."""
-        lengths = [length for shard in self._shards["train"] for length in shard.lengths]
-        ends = list(accumulate(lengths[: self.num_responses("train")]))
+        ends = list(accumulate(chain.from_iterable(self._lengths["train"])))
         return self.loader("train", num=max(1, bisect_right(ends, limit)))
 
     def training_labels(self, num: int) -> Iterator[Batch]:
         """Labels and scalars of about `num` training responses, without hidden states: of each shard its first ones, in
         proportion to its size.
         """
-        shards = self._shards["train"]
-        limit = self.heads.num_train
-        lengths = [shard.lengths for shard in shards]
-        sizes = [len(of_shard) for of_shard in (lengths if limit is None else _first(lengths, limit))]
-        share = min(1.0, num / max(1, sum(sizes)))
-        for shard, size in zip(shards, sizes, strict=False):
-            batch: Batch = {}
-            for timing, rows in shard.read(0, math.ceil(share * size), has_states=False).items():
-                if rows:
-                    num_tokens = sum(len(row.drafted) for row in rows)
-                    batch[timing] = with_states(rows, torch.empty(num_tokens, 0))
-            if batch:
-                yield batch
+        share = min(1.0, num / self.num_responses("train"))
+        for shard, lengths in zip(self._shards["train"], self._lengths["train"], strict=False):
+            if lengths:
+                of_timings = shard.read(0, math.ceil(share * len(lengths)), has_states=False)
+                yield {timing: without_states(rows) for timing, rows in of_timings.items()}
 
     def num_responses(self, split: str) -> int:
-        return len(self.loader(split).items)
+        return sum(map(len, self._lengths[split]))
 
     @cached_property
     def _sets(self) -> dict[str, list[list[str]]]:
@@ -192,7 +182,7 @@ class FeatureData(pl.LightningDataModule):
         for of_shard in paths:
             states = {timing: self._states.path(of_shard["labels"], timing) for timing in self.timings}
             shards.append(FeatureShard(**of_shard, states=states, columns=self.columns, draft_starts=starts))
-        if not any(map(sum, (shard.lengths for shard in shards))):
+        if not any(any(shard.lengths) for shard in shards):
             raise ValueError(
                 f"{split} features of {self.data.dir} have no tokens; raise data.num_{split} and make the data again"
             )

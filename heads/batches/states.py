@@ -1,5 +1,6 @@
 """Hidden states of the draft for training, a function of rows and labels (`data_gen.labels.states`): computed once and
-cached (`heads.states: cached`), or for each batch (`online`). Both give the same numbers, rounded to heads.state_dtype.
+cached (`heads.states: cached`), or for each batch (`online`). Both give the same numbers up to float32's rounding, by
+up to 4e-6: on a CPU the sums of torch's attention depend on the width that a group of texts is padded to.
 
     data.dir/states/{timing}/{split}-{index:05d}.safetensors      hidden [tokens, hidden], in the order of the labels
 
@@ -115,66 +116,58 @@ class States:
         root = Path(self.data.dir, "states")
         own = share.of(shards)
         self._forget_damaged(own)
-        missing = {timing: self._missing(own, timing) for timing in self.heads.state_timings}
-        if any(missing.values()):
+        if self._missing(own):
             if share.rank == 0 and Path(self.data.dir, "features").is_dir():
                 print(f"note: nothing reads {self.data.dir}/features, which an earlier version wrote; delete it")
             name = f"{LOCK}-{share.rank}-of-{share.world_size}"
             with only_writer(root, setting="data.dir", name=name, wait_s=_WAIT_S):
-                missing = {timing: self._missing(of_timing, timing) for timing, of_timing in missing.items()}
-                total = sum(len(shard.lengths) for of_timing in missing.values() for shard in of_timing)
-                with Bar(
-                    total=total,
-                    unit="rows",
-                    desc=f"states: {next(iter(missing))}",
-                    disable=share.rank != 0 or total == 0,
-                ) as bar:
-                    for timing, of_timing in missing.items():
-                        bar.set_description(f"states: {timing}")
-                        self._fill(of_timing, timing, bar)
+                self._fill(self._missing(own), shows=share.rank == 0)
             self.__dict__.pop("source", None)
             free_memory()
-        share.wait_for_others(str(root), partial(self._is_full, shards))
-        if not self._is_full(shards):
+        share.wait_for_others(str(root), lambda: not self._missing(shards))
+        if self._missing(shards):
             raise ValueError(f"the cache of hidden states in {root} is incomplete, because another process failed")
 
-    def _is_full(self, shards: Sequence[FeatureShard]) -> bool:
-        return not any(self._missing(shards, timing) for timing in self.heads.state_timings)
-
-    def _missing(self, shards: Sequence[FeatureShard], timing: StateTiming) -> list[FeatureShard]:
-        """The shards without states that were computed from their rows and labels with this draft and dtype."""
-        missing = []
-        for shard in shards:
-            path = self.folder(timing) / shard.labels.name
-            if not is_whole(path) or read_sidecar(path).get("key") != self.key(shard):
-                missing.append(shard)
+    def _missing(self, shards: Sequence[FeatureShard]) -> dict[StateTiming, list[FeatureShard]]:
+        """Timing -> the shards without states that were computed from their rows and labels with this draft and dtype;
+        empty if there are none.
+        """
+        missing: dict[StateTiming, list[FeatureShard]] = {}
+        for timing in self.heads.state_timings:
+            for shard in shards:
+                path = self.folder(timing) / shard.labels.name
+                if not is_whole(path) or read_sidecar(path).get("key") != self.key(shard):
+                    missing.setdefault(timing, []).append(shard)
         return missing
 
     def _forget_damaged(self, shards: Sequence[FeatureShard]) -> None:
         """Delete the sidecars of damaged shards of the cache, so that they are computed again."""
         width = int(self.manifest["draft"]["hidden_size"])
         check = partial(check_numbers, columns=(), width=width)
+        missing = self._missing(shards)
         for timing in self.heads.state_timings:
-            missing = self._missing(shards, timing)
-            paths = [self.folder(timing) / shard.labels.name for shard in shards if shard not in missing]
+            present = [shard for shard in shards if shard not in missing.get(timing, ())]
+            paths = [self.folder(timing) / shard.labels.name for shard in present]
             for path, problem in broken_shards(paths, command="train", check=check, fact=f"finite {width}"):
                 print(f"warning: {problem.partition(';')[0]}; computing it again", file=sys.stderr)
                 sidecar_path(path).unlink()
 
-    def _fill(self, shards: Sequence[FeatureShard], timing: StateTiming, bar: Bar) -> None:
-        """Compute the states of some shards."""
-        folder = self.folder(timing)
-        num_stale = sum(is_whole(folder / shard.labels.name) for shard in shards)
-        if num_stale:
-            reason = "were computed from other rows, or with another draft or dtype"
-            print(f"{folder}: {num_stale} shards {reason}; computing them again", file=sys.stderr)
-        clean_partial(folder, names={shard.labels.stem for shard in shards})
-        for shard in shards:
-            self._write(shard, timing)
-            bar.update(len(shard.lengths))
+    def _fill(self, missing: Mapping[StateTiming, Sequence[FeatureShard]], *, shows: bool) -> None:
+        total = sum(len(shard.lengths) for of_timing in missing.values() for shard in of_timing)
+        title = f"states: {next(iter(missing), '')}"
+        with Bar(total=total, unit="rows", desc=title, disable=not shows or not missing) as bar:
+            for timing, shards in missing.items():
+                bar.set_description(f"states: {timing}")
+                folder = self.folder(timing)
+                if num_stale := sum(is_whole(folder / shard.labels.name) for shard in shards):
+                    reason = "were computed from other rows, or with another draft or dtype"
+                    print(f"{folder}: {num_stale} shards {reason}; computing them again", file=sys.stderr)
+                clean_partial(folder, names={shard.labels.stem for shard in shards})
+                for shard in shards:
+                    self._write(shard, timing)
+                    bar.update(len(shard.lengths))
 
     def _write(self, shard: FeatureShard, timing: StateTiming) -> None:
-        """Compute the states of a shard and write them."""
         hidden = self._of_shard(shard.texts(0, len(shard.lengths)), timing)
         if not hidden.isfinite().all():
             row = int((~hidden.isfinite().all(-1)).nonzero()[0])

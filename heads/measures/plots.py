@@ -40,7 +40,6 @@ def reliability_diagram(result: Result, specs: Sequence[HeadSpec]) -> Figure:
 
 
 def _bins(result: Result, specs: Sequence[HeadSpec], *, way: str) -> dict[str, dict[str, np.ndarray]]:
-    """The best head of each kind of inputs -> its bins."""
     timings = {str(spec): spec.shape.timing for spec in specs}
     every = {}
     for name in best_heads(result, specs).values():

@@ -31,7 +31,6 @@ def description(config: Json, *, num_parameters: int) -> str:
 
 
 def _sections(config: Json, num_parameters: int) -> dict[str, str]:
-    """The macros of card.jinja, filled in."""
     inputs = Inputs.from_config(config)
     facts = {"architecture": PAPERS, "papers": PAPERS, "num_parameters": num_parameters} | config
     facts["symbols"] = [SCALARS[name].symbol for name in inputs.scalars]

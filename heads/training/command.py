@@ -111,16 +111,16 @@ def epochs_of(num_responses: int, batch_size: int) -> int:
 def build(config: Config, *, run: str | None = None) -> tuple[Sweep, FeatureData]:
     """The LightningModule and the data module of a config, for the run of this name."""
     config = settled_training(config)
-    embedding = None
+    shapes = grid(config.heads)
     data = FeatureData(config.data, config.heads, pair=config.pair)
-    timings = dict.fromkeys(shape.timing for shape in grid(config.heads))
     facts = {
         "run": run,
         "hidden_size": data.hidden_size,
         "provenance": _provenance(config, data),
-        "signals": {timing: list(fitted) for timing, fitted in fit_own_signals(data, timings).items()},
+        "signals": fit_own_signals(data, dict.fromkeys(shape.timing for shape in shapes)),
     }
-    if any(shape.inputs.embedding for shape in grid(config.heads)):
+    embedding = None
+    if any(shape.inputs.embedding for shape in shapes):
         embedding = _input_embedding(config.pair, data.hidden_size)
     allows_tf32 = config.trainer.get("precision") is None
     return Sweep(asdict(config.heads), facts, embedding=embedding, allows_tf32=allows_tf32), data
@@ -157,18 +157,22 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
 
 def _provenance(config: Config, data: FeatureData) -> Json:
     manifest = data.manifest
-    recorded = data.manifest.get("recorded", {})
+    recorded = manifest.get("recorded", {})
     models = {name: {"path": recorded.get(f"{name}_path"), **manifest[name]} for name in ("draft", "target")}
     settings = {key: config.trainer.get(key) for key in ("max_epochs", "max_steps", "precision")}
-    training = {"prompts": manifest["prompts"], "responses": data.num_responses("train")}
-    training |= {"learning_rate": config.heads.learning_rate, "sequences_per_batch": config.heads.batch_size}
+    training: Json = {
+        "prompts": manifest["prompts"],
+        "responses": data.num_responses("train"),
+        "learning_rate": config.heads.learning_rate,
+        "sequences_per_batch": config.heads.batch_size,
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+    }
     training |= {key: value for key, value in settings.items() if value not in (None, -1)}
     training |= {key: manifest[key] for key in ("template", "draft_length") if manifest.get(key)}
-    training |= {"date": datetime.now(UTC).date().isoformat(), "versions": versions()}
-    # data of feature drafts is not mixed
-    mixing_ratio = None if manifest.get("draft_length") else manifest["mixing_ratio"]
     return {
-        "mixing_ratio": mixing_ratio,
+        # data of feature drafts is not mixed
+        "mixing_ratio": None if manifest.get("draft_length") else manifest["mixing_ratio"],
         **models,
         "sampling": manifest["sampling"],
         "training": training,

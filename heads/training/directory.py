@@ -88,9 +88,10 @@ class RunDirectory:
     def read(self) -> Json:
         """run.json; empty if there is none."""
         path = self.path / "run.json"
-        keys = ("run", "data", "config", "processes")
+        if not path.is_file():
+            return {}
         remedy = "delete it to continue without comparing configs"
-        return read_json(path, remedy=remedy, keys=keys) if path.is_file() else {}
+        return read_json(path, remedy=remedy, keys=("run", "data", "config", "processes"))
 
 
 def run_of(path: Path) -> str:

@@ -110,10 +110,9 @@ class LinearFit:
         is_accepted = self._is_open & is_decrease
         self._move(loss, gradient, is_accepted)
         self._step = torch.where(is_accepted, 1.0, _SHORTER * self._step)
-        direction = torch.where(is_accepted[..., None], self._newton_like(), self._direction)
-        self._slope = (direction * self._gradient).sum(-1)
-        self._direction = direction
-        self._trial = self.weights + self._step[..., None] * direction
+        self._direction = torch.where(is_accepted[..., None], self._newton_like(), self._direction)
+        self._slope = (self._direction * self._gradient).sum(-1)
+        self._trial = self.weights + self._step[..., None] * self._direction
         # the same in every process, whatever the rounding of each
         self._is_open = self._is_open & (reduce((-self._slope / 2 > _TOLERANCE).double()) > 0)
         self.is_done = not self._is_open.any()

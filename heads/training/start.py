@@ -50,8 +50,8 @@ Part = tuple[Float[Tensor, "tokens column"], Targets]
 """Columns and targets of some tokens."""
 
 
-def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Timing -> (slope, offset) of the signal of its heads, fitted to labels without hidden states, batch after batch.
+def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, list[float]]:
+    """Timing -> [slope, offset] of the signal of its heads, fitted to labels without hidden states, batch after batch.
 
     ValueError without drafted tokens.
     """
@@ -65,8 +65,7 @@ def fit_own_signals(data: FeatureData, timings: Iterable[str]) -> dict[str, tupl
         histogram = of_signal.compute()
         if not float(histogram.total):
             raise _no_tokens(data)
-        slope, offset = fit_logistic(histogram)
-        fitted[timing] = (float(slope), float(offset))
+        fitted[timing] = [float(number) for number in fit_logistic(histogram)]
     return fitted
 
 
@@ -197,7 +196,6 @@ class Start:
             yield [self._chunks(stack, batch) for stack in stacks]
 
     def _chunks(self, stack: HeadStack, batch: Batch) -> Iterator[Part]:
-        """Columns and targets of some tokens of a batch at a time."""
         hidden, inputs = self._inputs(stack, batch)
         targets = stack.targets(batch)
         for first in range(0, len(hidden), _CHUNK):

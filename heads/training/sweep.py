@@ -8,7 +8,7 @@ of a separate run would be.
 import copy
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytorch_lightning as pl
@@ -133,11 +133,9 @@ class Sweep(pl.LightningModule):
         self.is_started.fill_(True)
 
     def _batches(self, loader: BatchLoader) -> Iterator[Batch]:
-        """The batches of a loader on this device."""
         return (self.trainer.strategy.batch_to_device(batch, self.device) for batch in loader)
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        """The sum over processes."""
         return self.trainer.strategy.reduce(tensor.clone(), reduce_op="sum")  # type: ignore[return-value]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -166,8 +164,8 @@ class Sweep(pl.LightningModule):
         self._of_signals = Sums(len(self.by_shape), self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        histograms = []
-        of_signals = []
+        histograms: list[Histogram] = []
+        of_signals: list[Histogram] = []
         for stack in self.by_shape:
             features = of_timing(batch, stack.shape.timing)
             label = features.acceptance_prob[None]
@@ -184,7 +182,11 @@ class Sweep(pl.LightningModule):
         for name, values in entry.items():
             self.log_dict({f"dev/{name}/{spec}": value for spec, value in zip(self.specs, values, strict=True)})
         # labels differ between timings, and so do their KLs: each is divided by its signal's
-        shares = torch.tensor(entry["calibrated_kl"], device=self.device) / self._kl_of_signals()
+        fitted = [self.facts["signals"][stack.shape.timing] for stack in self.by_shape]
+        slopes, offsets = torch.tensor(fitted, dtype=torch.float64, device=self.device).unbind(-1)
+        of_signals = measures(self._of_signals.compute(), slopes, offsets).kl.clamp_min(LEAST_KL)
+        of_heads = torch.tensor(entry["calibrated_kl"], device=self.device)
+        shares = of_heads / of_signals.repeat_interleave(len(self.config.reject_weights))
         self.log("dev/calibrated_kl", shares.mean(), prog_bar=True)
 
     def _validated(self) -> dict[str, list[float]]:
@@ -197,13 +199,6 @@ class Sweep(pl.LightningModule):
         entry = {name: column.tolist() for name, column in columns.items()}
         self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
         return entry
-
-    def _kl_of_signals(self) -> Tensor:
-        """KL of each head's own signal on dev, [heads]; above 0, because it divides."""
-        fitted = [self.facts["signals"][stack.shape.timing] for stack in self.by_shape]
-        slopes, offsets = torch.tensor(fitted, dtype=torch.float64, device=self.device).unbind(-1)
-        kl = measures(self._of_signals.compute(), slopes, offsets).kl
-        return kl.clamp_min(LEAST_KL).repeat_interleave(len(self.config.reject_weights))
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
@@ -252,18 +247,13 @@ class Sweep(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
         self.history = checkpoint["history"]
-        self.stopped_in = self._position_in(checkpoint)
-
-    def _position_in(self, checkpoint: Mapping[str, int]) -> str | None:
-        """How far the training of a checkpoint was, such as "epoch 3 of 30"; None if it has all its steps."""
         step = checkpoint["global_step"]
         num_steps = checkpoint.get("num_steps", step)
-        if step >= num_steps:
-            return None
         num_epochs = self.facts["provenance"]["training"].get("max_epochs")
-        if num_epochs is None:
-            return f"step {step:,} of {num_steps:,}"
-        return f"epoch {checkpoint['epoch'] + 1} of {num_epochs}"
+        if step < num_steps and num_epochs is None:
+            self.stopped_in = f"step {step:,} of {num_steps:,}"
+        elif step < num_steps:
+            self.stopped_in = f"epoch {checkpoint['epoch'] + 1} of {num_epochs}"
 
     @torch.no_grad()
     def use_selected(self) -> None:
@@ -301,7 +291,6 @@ class Sweep(pl.LightningModule):
 
     @property
     def _shift(self) -> Tensor:
-        """ln(w_rej / w_acc) of every head, float64."""
         return torch.cat([stack.shift for stack in self.by_shape])
 
     @torch.no_grad()
@@ -319,7 +308,6 @@ class Sweep(pl.LightningModule):
 
 
 def _new_stacks(config: HeadsConfig, hidden_size: int) -> nn.ModuleDict:
-    """Stacks with random weights, by the name of their first head."""
     every = nn.ModuleDict()
     for shape, rate in stacks(config):
         stack = HeadStack(shape, config.reject_weights, rate, hidden_size=hidden_size, seed=config.seed)
