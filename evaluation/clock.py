@@ -22,7 +22,7 @@ from evaluation.families import family
 from evaluation.gain import MIN_PROMPTS
 from evaluation.played import Played, latency_of
 from evaluation.table import Table, flat, shown
-from evaluation.times import Times
+from evaluation.times import CERTAIN, Times
 
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
@@ -71,7 +71,7 @@ class ClockReport:
         """Family -> clocked less predicted seconds of each part, over all predicted seconds, and clocked over predicted
         seconds of drafts (None without any) and of verifications.
         """
-        return {name: _parts(_played(result), self.predicted.times) for name, result in self.clocked.results.items()}
+        return {name: _parts(result.played, self.predicted.times) for name, result in self.clocked.results.items()}
 
     @property
     def verdict(self) -> str:
@@ -103,7 +103,7 @@ class ClockReport:
                 **self.parts[name],
                 "predicted_gain": self.predicted.gain(name),
                 "clocked_gain": self.clocked.gain(name),
-                **latency_of(_played(result)),
+                **latency_of(result.played),
                 "tokens": result.throughput.tokens.tolist(),
                 "seconds": result.throughput.seconds.tolist(),
             }
@@ -119,11 +119,6 @@ class ClockReport:
             "common": self.common,
             "rows": [flat(row) for row in self.rows],
         }
-
-
-def _played(result: Result) -> Played:
-    assert result.played is not None
-    return result.played
 
 
 def clock_table(report: ClockReport) -> Table:
@@ -157,11 +152,10 @@ def report_of(
     """
     predicted = {}
     clocked = {}
+    exact = replace(times, errors=CERTAIN)  # the error of the times is left out on both sides: the clock shows it
     for runner, played in zip(runners, on_clock, strict=True):
-        # the error of the times is left out on both sides: the clock shows it
-        same = replace(runner, played=played, arm=None, times=None)
-        predicted[runner.family] = replace(same, throughput=times.throughput(played).at(0))
-        clocked[runner.family] = replace(same, throughput=played.throughput.at(0))
+        clocked[runner.family] = replace(runner, played=played, arm=None, times=None)
+        predicted[runner.family] = replace(clocked[runner.family], times=exact)
     return ClockReport(Contest(dataset, times, predicted), Contest(dataset, times, clocked), about)
 
 

@@ -43,14 +43,12 @@ class Result:
     """Of the setting."""
     on_dev: float | None = None
     """Tokens per second on dev, by which the setting was chosen."""
-    throughput: Throughput
-    """Of each test prompt."""
-    played: Played | None = None
-    """What this setting did on test; None if it was only clocked."""
+    played: Played
+    """What this setting did on test."""
     arm: Arm | None = None
     """All settings of the competitor."""
     times: Times | None = None
-    """Of which `throughput` is; None if it was clocked."""
+    """Turn counts into seconds; None if it was clocked."""
 
     @property
     def family(self) -> str:
@@ -70,6 +68,12 @@ class Result:
         """The policy at this setting, as the loop runs it."""
         return self.competitor.policy_at(self.number)
 
+    @cached_property
+    def throughput(self) -> Throughput:
+        """Of each test prompt."""
+        every = self.played.throughput if self.times is None else self.times.throughput(self.played)
+        return every.at(0)
+
     @property
     def tokens_per_s(self) -> float:
         return float(self.throughput.tokens_per_s)
@@ -88,9 +92,8 @@ class Result:
     @cached_property
     def sampled_s(self) -> Float[np.ndarray, " sample"]:
         """Seconds of all prompts at each of the `Times.samples`."""
-        if self.times is None or self.played is None:
-            return np.empty(0)
-        return np.array([times.time_s(self.played).sum() for times in self.times.samples])
+        samples = [] if self.times is None else self.times.samples
+        return np.array([times.time_s(self.played).sum() for times in samples])
 
     def percent_of(self, bound: "Result | None") -> float:
         """Throughput in per cent of a bound's; NaN where the trace does not know the bound."""
@@ -239,16 +242,7 @@ def best_setting(dev: Played, times: Times) -> tuple[int, float]:
 def result_of(arm: Arm, number: int, times: Times, *, on_dev: float | None = None) -> Result:
     """An arm at one setting, on test."""
     played = arm.test.select([number])
-    throughput = times.throughput(played).at(0)
-    return Result(
-        competitor=arm.competitor,
-        number=number,
-        on_dev=on_dev,
-        throughput=throughput,
-        played=played,
-        arm=arm,
-        times=times,
-    )
+    return Result(competitor=arm.competitor, number=number, on_dev=on_dev, played=played, arm=arm, times=times)
 
 
 def fastest(results: Iterable[Result]) -> Result:

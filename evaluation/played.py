@@ -42,7 +42,9 @@ class Played:
         return Throughput(self.per_prompt(self.counts.num_emitted), self.per_prompt(self.seconds["whole_s"]))
 
     def select(
-        self, settings: Sequence[int] | Int[Array, " some_settings"], rows: Sequence[int] | None = None
+        self,
+        settings: Sequence[int] | Int[Array, " some_settings"],
+        rows: Sequence[int] | Int[Array, " some_rows"] | None = None,
     ) -> "Played":
         """Some of the settings, on all rows or some."""
         all_rows = range(len(self.prompt_of_row))

@@ -92,13 +92,7 @@ def contest_of(
     results = {}
     for name, entry in competitors.items():
         played = played_of([runs[name]])
-        results[name] = Result(
-            competitor=entry,
-            number=0,
-            on_dev=on_dev.get(name),
-            throughput=played.throughput.at(0),
-            played=played,
-        )
+        results[name] = Result(competitor=entry, number=0, on_dev=on_dev.get(name), played=played)
     return Contest(dataset, times, results)
 
 
@@ -107,7 +101,6 @@ def in_json(cell: Cell) -> dict[str, object]:
     times = cell.contest.times
     arms = []
     for name, result in cell.contest.results.items():
-        assert result.played is not None
         arms.append(
             {
                 "family": result.family,
@@ -151,7 +144,6 @@ def cell_table(cell: Cell) -> Table:
 
 def _row_of(cell: Cell, name: str, rivals: Sequence[str]) -> dict[str, str]:
     result = cell.contest.results[name]
-    assert result.played is not None
     latency = latency_of(result.played)
     is_slower = result.family == BASELINE and name != cell.rivals[BASELINE]  # only the fastest is the best
     policy = "fixed length" if is_slower else name_of(result.family)

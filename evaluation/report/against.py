@@ -47,7 +47,6 @@ def write_prompts(path: Path, contests: Mapping[str, Contest], replays: Mapping[
 
 def _played_record(result: Result, times: Times) -> Record:
     played = result.played
-    assert played is not None, "replayed"
     counts = {name: values[0].tolist() for name, values in vars(played.counts).items() if np.ndim(values)}
     return {
         "setting": json.dumps(dict(result.setting)),
@@ -116,8 +115,8 @@ def _compared(dataset: str, result: Result, row: Mapping[str, Any], times: Times
     played = Played(Counts(**counts), lengths, np.asarray(row["prompt_of_row"]), row["stop_kind"])
     if row["stop_kind"] and times.stop_s(row["stop_kind"]) == 0:
         times = replace(times, t_stop_s={**times.t_stop_s, row["stop_kind"]: row["stop_share"] * times.t_draft_s})
-    before = replace(result, throughput=times.throughput(played).at(0), played=played, arm=None)
-    gain = result.over(before)
+    before = replace(result, played=played, arm=None, times=times)
+    gain = replace(result, times=times).over(before)
     label = family(result.family).label
     return {
         "dataset": dataset,

@@ -183,10 +183,8 @@ class Evaluation:
         rule = at_costs(rule, contest.times, self.experiment.decode.max_draft_length)
         traces = [self.replays[name].traces.test for name in self._datasets_of(dataset)]
         played = joined([replay_settings(trace, rule) for trace in traces])
-        throughput = contest.times.throughput(played).at(0)
         name = policy if isinstance(policy, str) else type(policy).__name__
-        competitor = Competitor(name, name, rule, ({},))
-        return Result(competitor=competitor, number=0, throughput=throughput, played=played, times=contest.times)
+        return Result(competitor=Competitor(name, name, rule, ({},)), number=0, played=played, times=contest.times)
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
+from decode.loop.counts import Counts
 from evaluation.contest import Contest, Result
 from evaluation.families import BASELINE
-from evaluation.gain import Gain, Throughput, gain_over
+from evaluation.gain import Gain, gain_over
+from evaluation.played import Played
 from evaluation.report.conclusion import near_best
-from evaluation.times import Times
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import Array, Trace, TraceRow
 
@@ -103,9 +104,7 @@ def parts_of(contest: Contest, traces: Sequence[Trace], by: str) -> pd.DataFrame
 def _on_dev(result: Result) -> Result:
     """The same setting on the dev prompts."""
     assert result.arm is not None, "dev chose it from an arm"
-    assert result.times is not None, "it was predicted"
-    played = result.arm.dev.select([result.number])
-    return replace(result, played=played, throughput=result.times.throughput(played).at(0))
+    return replace(result, played=result.arm.dev.select([result.number]))
 
 
 def _interval(gain: Gain) -> dict[str, float | None]:
@@ -137,45 +136,35 @@ def _by_row(contest: Contest, labels: Sequence[str]) -> dict[str, dict[str, Resu
     parts: dict[str, dict[str, Result]] = {}
     for label in sorted(set(labels), key=lambda label: (len(label), label)):
         rows = [number for number, of_row in enumerate(labels) if of_row == label]
-        parts[label] = {}
-        for name, result in contest.results.items():
-            assert result.played is not None
-            played = result.played.select([0], rows)
-            throughput = contest.times.throughput(played).at(0)
-            parts[label][name] = replace(result, played=played, throughput=throughput)
+        parts[label] = {
+            name: replace(result, played=result.played.select([0], rows)) for name, result in contest.results.items()
+        }
     return parts
 
 
 def _by_position(contest: Contest, traces: Sequence[Trace], rows: Sequence[TraceRow]) -> dict[str, dict[str, Result]]:
     """Part of the responses -> family -> its result on the rounds that start there, for the prompts that reach it."""
-    assert contest.baseline.played is not None
     prompt_of_row = contest.baseline.played.prompt_of_row
     lengths = np.array([len(row.response_ids) for row in rows])
     edges = np.unique(np.linspace(0, lengths.max(), _NUM_PARTS + 1).astype(int))
     numbers = range(len(edges) - 1)
-    reached = [np.unique(prompt_of_row[lengths > edges[number]]) for number in numbers]
+    reached = [np.isin(prompt_of_row, prompt_of_row[lengths > edges[number]]).nonzero()[0] for number in numbers]
     parts: dict[str, dict[str, Result]] = {f"{edges[number]}-{edges[number + 1] - 1}": {} for number in numbers}
     for name, result in contest.results.items():
         rounds = _joined_rounds([replay_rounds(trace, result.policy) for trace in traces], traces)
         part = np.searchsorted(edges, _starts(rounds), side="right") - 1
-        cell = part * (prompt_of_row.max() + 1) + prompt_of_row[rounds.lane]
-        seconds = _seconds(rounds, contest.times, result.competitor.policy.stop_kind)
-        shape = (len(edges) - 1, prompt_of_row.max() + 1)
-        tokens_of = np.bincount(cell, rounds.emitted, minlength=shape[0] * shape[1]).astype(int).reshape(shape)
-        seconds_of = np.bincount(cell, seconds, minlength=shape[0] * shape[1]).reshape(shape)
         for number, label in enumerate(parts):
-            prompts = reached[number]
-            throughput = Throughput(tokens_of[number, prompts], seconds_of[number, prompts])
-            parts[label][name] = replace(result, throughput=throughput, played=None)
+            within = Rounds(*(column[part == number] for column in rounds))
+            played = _played_in(within, result.played).select([0], reached[number])
+            parts[label][name] = replace(result, played=played)
     return parts
 
 
 def _joined_rounds(every: Sequence[Rounds], traces: Sequence[Trace]) -> Rounds:
     """The rounds of several traces, of one setting, whose rows are numbered one after the other."""
     firsts = np.cumsum([0, *(len(trace.rows) for trace in traces)])
-    return Rounds.joined(
-        [rounds._replace(lane=rounds.lane + first) for rounds, first in zip(every, firsts, strict=False)]
-    )
+    numbered = [rounds._replace(lane=rounds.lane + first) for rounds, first in zip(every, firsts, strict=False)]
+    return Rounds.joined(numbered)
 
 
 def _starts(rounds: Rounds) -> Int[Array, " round"]:
@@ -185,6 +174,13 @@ def _starts(rounds: Rounds) -> Int[Array, " round"]:
     return before - before[first][lane]
 
 
-def _seconds(rounds: Rounds, times: Times, stop_kind: str) -> Float[Array, " round"]:
-    """Predicted seconds of each round."""
-    return (times.t_draft_s + times.stop_s(stop_kind)) * rounds.forwards + times.target_s(rounds.drafted)
+def _played_in(rounds: Rounds, played: Played) -> Played:
+    """What one setting did in some of its rounds."""
+    shape = played.lengths.shape
+    lengths = np.zeros(shape, dtype=int)
+    emitted = np.zeros(shape[:2], dtype=int)
+    forwards = np.zeros(shape[:2], dtype=int)
+    np.add.at(lengths[0], (rounds.lane, rounds.drafted), 1)
+    np.add.at(emitted[0], rounds.lane, rounds.emitted)
+    np.add.at(forwards[0], rounds.lane, rounds.forwards)
+    return replace(played, counts=Counts(num_emitted=emitted, num_draft_forwards=forwards), lengths=lengths)

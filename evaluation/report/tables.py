@@ -67,7 +67,6 @@ def records_of(
     times, rivals = contest.times, (contest.baseline, contest.leaders[TRAINING_FREE])
     rows = []
     for name, result in results.items():
-        assert result.played is not None
         counts = result.played.total()
         gain, lead = (
             contest.gain(name, rival.family) if contest.results.get(name) is result else result.over(rival)

@@ -36,7 +36,7 @@ def with_transferred(target: Contest, source: Contest, replays: Replays) -> Cont
             played = same.select([result.number])
         else:
             played = replay_settings(replays.traces.test, result.policy)
-        results[name] = replace(result, throughput=target.times.throughput(played).at(0), played=played, arm=None)
+        results[name] = replace(result, played=played, arm=None, times=target.times)
     return replace(target, source=source, transferred=results)
 
 

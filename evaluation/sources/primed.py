@@ -120,7 +120,7 @@ def clock(
         ValueError: there is no such row.
     """
     arms = {runner.family: _arm_of(loop, runner, trace) for runner in runners}
-    replays = [played_on(runner, rows) for runner in runners]
+    replays = [runner.played.select([0], rows) for runner in runners]
     every_row = {str(row): row for row in range(len(trace.rows))}
     checked = clock_in_turns(arms, every_row, desc=f"clock: {name}, checks")
     agreeing = {
@@ -147,12 +147,6 @@ def _arm_of(loop: PrimedLoop, runner: Result, trace: Trace) -> Callable[[int], C
         return clock_generation(decoder, [*request.prompt_ids], request.limit, draws=PlayedSampler(trace, row))
 
     return decode
-
-
-def played_on(result: Result, rows: Sequence[int]) -> Played:
-    """What a result did on some test rows."""
-    assert result.played is not None
-    return result.played.select([0], rows)
 
 
 def _agrees(run: Clocked, replayed: Played, row: int) -> bool:

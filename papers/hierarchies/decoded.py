@@ -49,8 +49,7 @@ class Decoded:
 
     def result(self, number: int = 0) -> Result:
         """One setting, by the clock."""
-        played = self.played.select([number])
-        return Result(competitor=self.competitor, number=number, throughput=played.throughput.at(0), played=played)
+        return Result(competitor=self.competitor, number=number, played=self.played.select([number]))
 
 
 def decoded_of(competitor: Competitor, runs: Sequence[Sequence[Clocked]]) -> Decoded:

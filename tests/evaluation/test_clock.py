@@ -12,7 +12,7 @@ from evaluation.contest import Arm, Result, result_of
 from evaluation.families import family
 from evaluation.gain import Throughput, gain_over
 from evaluation.played import Played
-from evaluation.sources.primed import PrimedLoop, PrimedModel, clock, clocked_rows, played_on
+from evaluation.sources.primed import PrimedLoop, PrimedModel, clock, clocked_rows
 from evaluation.traces.replay import replay_settings
 from evaluation.traces.trace import Trace
 from lm import Pair, Sampling
@@ -127,7 +127,7 @@ def test_the_report_says_by_how_much_clock_and_prediction_differ_and_where(recor
         "AdaEDL",
     ]
     some = replay_settings(recorded.select(range(3)), FixedLength(2))
-    assert np.array_equal(played_on(runners[0], range(3)).lengths, some.lengths)
+    assert np.array_equal(runners[0].played.select([0], range(3)).lengths, some.lengths)
 
 
 def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(recorded):
@@ -139,7 +139,7 @@ def test_turns_of_a_conversation_are_clocked_together_and_count_as_one_prompt(re
     seconds = np.random.default_rng(0).uniform(1, 2, (3, 1, 4))
     parts = ("whole_s", "first_token_s", "drafting_s", "verifying_s")
     on_clock = [
-        replace(played_on(runner, rows), seconds=dict.fromkeys(parts, of))
+        replace(runner.played.select([0], rows), seconds=dict.fromkeys(parts, of))
         for runner, of in zip(runners, seconds, strict=True)
     ]
     report = report_of(on_clock, runners, COST, dataset="made", about=about_clock(on_clock[0], 0, num_repeats=1))

@@ -226,7 +226,10 @@ def test_a_stop_has_to_beat_the_faster_fixed_length_by_more_than_noise_and_on_en
     assert stop_verdict([few]).startswith("chain + stop over chain, ")
     assert FEW in stop_verdict([few])
     three_times = np.tile(np.arange(4), 3)
-    runs = {method: replace(one, throughput=one.throughput.at(three_times)) for method, one in few.items()}
+    runs = {}
+    for method, one in few.items():
+        many = replace(one.played.select([0], three_times), prompt_of_row=np.arange(12))
+        runs[method] = replace(one, played=many)
     assert stop_verdict([runs]).startswith(verdict)
 
 

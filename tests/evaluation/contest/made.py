@@ -7,16 +7,26 @@ import numpy as np
 
 from configs.schema import Config, ModelSource, PairConfig
 from decode.experiment import Experiment
+from decode.loop.counts import Counts
 from decode.policies import FixedLength
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Replays, Result
 from evaluation.families import BASELINE, PRODUCT
-from evaluation.gain import Splits, Throughput
+from evaluation.gain import Splits
+from evaluation.played import Played
 from evaluation.report.evaluated import Evaluation
 from tests.toys.times import flat_times
 
 NO_REPLAYS = Replays(Splits(None, None), ())  # type: ignore[type-var]
 SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn": {"max_rejection_prob": 0.731}}
+
+
+def clocked_as(tokens: np.ndarray, seconds: np.ndarray) -> Played:
+    """One setting that wrote so many tokens to each prompt in so many seconds."""
+    counts = Counts(num_emitted=tokens[None])
+    return Played(
+        counts, np.zeros((1, len(tokens), 1), dtype=int), np.arange(len(tokens)), seconds={"whole_s": seconds[None]}
+    )
 
 
 def contest_at(
@@ -28,11 +38,11 @@ def contest_at(
     noise = np.random.default_rng(0).normal(1, 0.1, (len(speeds), num_prompts))
     results = {}
     for (name, speed), of_family in zip(speeds.items(), noise, strict=True):
-        throughput = Throughput(np.full(num_prompts, 100), 100 / speed * of_family / of_family.mean())
+        played = clocked_as(np.full(num_prompts, 100), 100 / speed * of_family / of_family.mean())
         full = "head:drawn+s-d1-w3" if name == "head_drawn" else name
         competitor = Competitor(name, full, FixedLength(), (SETTINGS.get(name, {}),))
         speed_on_dev = {**speeds, **(on_dev or {})}[name]
-        results[name] = Result(competitor=competitor, number=0, on_dev=float(speed_on_dev), throughput=throughput)
+        results[name] = Result(competitor=competitor, number=0, on_dev=float(speed_on_dev), played=played)
     return Contest("made", flat_times(0.01, 0.02), results)
 
 

@@ -44,7 +44,6 @@ def clocked(runners: list[Result], true: Times) -> ClockReport:
     """The report of a clock on which these times are true."""
     on_clock = []
     for runner in runners:
-        assert runner.played is not None
         whole_s = true.time_s(runner.played)
         verifying_s = runner.played.lengths @ true.target_s(np.arange(runner.played.lengths.shape[-1]))
         seconds = {"whole_s": whole_s, "verifying_s": verifying_s, "drafting_s": whole_s - verifying_s}

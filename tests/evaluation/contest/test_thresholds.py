@@ -77,7 +77,8 @@ def test_tables_plots_and_the_verdict_name_the_probability_and_the_verdict_decod
     assert [len(captions) for captions in on.values()] == [1, 1]
     assert ["on raw probabilities" in caption for (caption,) in on.values()] == [True, False]
     head = contest.results["head_drawn"]
-    winning = replace(head, throughput=head.throughput._replace(seconds=head.throughput.seconds / 100), on_dev=1e9)
+    seconds = {"whole_s": COST.time_s(head.played) / 100}
+    winning = replace(head, played=replace(head.played, seconds=seconds), times=None, on_dev=1e9)
     contest = replace(contest, results=contest.results | {"head_drawn": winning})
     verdict = record_of(conclude(contest), Experiment(Config(pair=pair, **dirs)))
     assert f"head drawn at {head.setting['max_rejection_prob']:.3g}, calibrated" in verdict["sentence"]
