@@ -13,7 +13,7 @@ from decode.policies.registry import AUTO_TOKEN_PROB, LOGISTIC, POLICIES, policy
 from decode.policies.scores import ScoreHead
 from evaluation.families import ORACLE, PERFECT, SPECDEC
 from evaluation.played import Played
-from evaluation.traces.bounds import Oracle
+from evaluation.traces.replay import Oracle
 from heads.model.head import AcceptanceHead
 
 if TYPE_CHECKING:  # the loop takes seconds to import, and a replay needs none
@@ -74,24 +74,15 @@ def head_in(name: str) -> str:
 
 def label_of(name: str, setting: Mapping[str, Any]) -> str:
     """A grid's setting in a few characters."""
-    values = ", ".join(_named_value(key, value) for key, value in shown_part(setting).items())
+    if "slope" in setting:  # of a rule that was solved for, the numbers that were fitted
+        setting = {key: setting[key] for key in ("slope", "offset")}
+    values = ", ".join(_text(key, value, "g", prefix=f"{key}=") for key, value in setting.items())
     return f"{head}: {values}" if (head := head_in(name)) else values or "-"
-
-
-def shown_part(setting: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What tables and sentences have of a setting: of a rule that was solved for, the numbers that were fitted."""
-    return {key: setting[key] for key in ("slope", "offset")} if "slope" in setting else setting
 
 
 def competes(name: str, experiment: Experiment) -> bool:
     """Whether decode.policies lets a policy compete."""
     return not experiment.decode.policies or name in experiment.decode.policies
-
-
-def _named_value(key: str, value: object) -> str:
-    if key in _WORDS:
-        return words_of(key, value=bool(value))
-    return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
 
 
 def words_of(parameter: str, *, value: bool) -> str:
@@ -103,13 +94,14 @@ def values_of(setting: Mapping[str, Any]) -> str:
     """The values of a setting, without their names."""
     if "slope" in setting:
         return f"{setting['slope']:.3g} logit q(y) {setting['offset']:+.3g}, two numbers fitted on dev"
-    texts = []
-    for key, value in setting.items():
-        if key in _WORDS:
-            texts.append(words_of(key, value=bool(value)))
-        else:
-            texts.append(f"{value:.3g}" if isinstance(value, float) else f"{value}")
-    return ", ".join(texts)
+    return ", ".join(_text(key, value, ".3g") for key, value in setting.items())
+
+
+def _text(key: str, value: object, form: str, *, prefix: str = "") -> str:
+    """The value of a parameter: a number after the prefix, or the words for what is no number."""
+    if key in _WORDS:
+        return words_of(key, value=bool(value))
+    return f"{prefix}{value:{form}}" if isinstance(value, float) else f"{prefix}{value}"
 
 
 def competitors_of(
@@ -180,8 +172,12 @@ def competitors_with(
 ) -> list[Competitor]:
     """`competitors_of` an experiment with these heads; `has_heads`: they compete whatever decode.policies says."""
     decode = experiment.decode
-    policies = (*decode.policies, "head") if decode.policies and has_heads else decode.policies
-    return competitors_of(decode.grid, heads, max_draft_length=decode.max_draft_length, policies=policies)
+    return competitors_of(
+        decode.grid,
+        heads,
+        max_draft_length=decode.max_draft_length,
+        policies=(*decode.policies, "head") if decode.policies and has_heads else decode.policies,
+    )
 
 
 def make_competitor(

@@ -26,8 +26,7 @@ from evaluation.gain import Gain, Splits, Throughput, gain_over
 from evaluation.played import Played
 from evaluation.splits import RepeatedSplits, repeated_splits
 from evaluation.times import Times
-from evaluation.traces.bounds import Oracle
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import Oracle, replay_settings
 from evaluation.traces.trace import Trace
 from evaluation.tuning.rule import autos_for, side_by_side, token_rules_for
 from heads.model.head import AcceptanceHead, Timing

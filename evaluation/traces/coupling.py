@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from data_gen.labels.branches import ReadText, check_branches
 from data_gen.labels.rollout import Rollouts, rollouts_of
-from evaluation.traces.trace import CONFIDENCE, InputTensors, Trace, TraceRow
+from evaluation.traces.trace import CONFIDENCE, InputTensors, Trace, TraceRow, whole_piece
 from lm import FeatureDraft, Sampling, acceptance_prob, acceptance_rate, residual_probs
 from lm.draws import draw
 from lm.features.dspark import DSpark
@@ -260,7 +260,7 @@ class Recorder:
             drafts={"token": token.numpy(), "is_eos": np.isin(token, sorted(self.eos_ids))}
             | {name: column.float().cpu().contiguous().numpy() for name, column in signals.items()},
             positions={name: column.cpu().numpy() for name, column in positions.items()},
-            inputs=partial(InputTensors, hidden.cpu(), ids, embedding),
+            pieces=(whole_piece(partial(InputTensors, hidden.cpu(), ids, embedding), len(token)),),
             block_size=None if blocks is None else blocks.block_size,
         )
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 
 from configs.paths import local_path
 from data_gen.store.manifest import num_prompts, read_manifest
-from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
+from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces, whole_piece
 from heads.model.head import AcceptanceHead
 from lm import Sampling
 from store.shards import atomic_directory, check_sums, is_whole, read_sidecar, sidecar_path, write_atomic, write_shard
@@ -100,17 +100,16 @@ def write_trace(
         narrow = {name: values.astype(np.int32) for name, values in arrays.items() if values.dtype == np.int64}
         sizes = {} if trace.block_size is None else {"block_size": np.array([trace.block_size])}
         columns = {name: torch.from_numpy(np.ascontiguousarray(v)) for name, v in (arrays | narrow | sizes).items()}
-        columns |= {} if trace.inputs is None else trace.inputs()._asdict()
+        columns |= trace.inputs()._asdict() if trace.pieces else {}
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in columns.items()})
     write_shard(signals_path, content, rows=len(rows))
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([vars(row) for row in rows], schema=_ROWS), sink, compression="zstd")
-    num_tokens = sum(len(row.response_ids) for row in rows)
     write_shard(
         rows_path,
         bytes(sink.getvalue()),
         rows=len(rows),
-        tokens=num_tokens,
+        tokens=sum(len(row.response_ids) for row in rows),
         prompts=list(prompts),
         problems=list(problems),
     )
@@ -160,7 +159,7 @@ def read_shard(directory: Path, key: ShardKey, manifest: Mapping[str, Any]) -> T
         max_draft_length=manifest["max_draft_length"],
         drafts=arrays | {"is_eos": np.isin(arrays["token"], manifest["eos_ids"])},
         positions=positions | {"branch_lengths": lengths},
-        inputs=partial(_inputs, path) if has_inputs else None,
+        pieces=(whole_piece(partial(_inputs, path), len(arrays["token"])),) if has_inputs else (),
         block_size=None if block_size is None else int(block_size[0]),
     )
 
@@ -173,7 +172,7 @@ def _inputs(path: Path) -> InputTensors:
 def without_hidden(trace: Trace, heads: Sequence[AcceptanceHead]) -> Trace:
     """A trace that has the logits of some heads instead of the hidden states that other heads would need."""
     trace.score(heads)
-    return replace(trace, inputs=None, pieces=())
+    return replace(trace, pieces=())
 
 
 def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:

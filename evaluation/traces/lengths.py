@@ -44,7 +44,7 @@ def fit_length(trace: Trace) -> Float[Tensor, " input"] | None:
     no blocks, or no hidden states.
     """
     is_whole = torch.from_numpy(trace.branch_lengths) == min(trace.block_size or 0, trace.max_draft_length)
-    if trace.block_size is None or trace.inputs is None or not is_whole.any():
+    if trace.block_size is None or not trace.pieces or not is_whole.any():
         return None
     prob = torch.from_numpy(trace.drafts["acceptance_prob"])[trace.num_positions :].double()
     blocks = [block for block, whole in zip(prob.split(trace.branch_lengths.tolist()), is_whole, strict=True) if whole]
@@ -66,7 +66,6 @@ def predict_length(trace: Trace, weights: Float[Tensor, " input"]) -> None:
 
 def _inputs(trace: Trace) -> Float[Tensor, "positions input"]:
     """For the block at each position its mean state, its last one, and 1; 0 where a round drafts nothing."""
-    assert trace.inputs is not None, "all traces of an experiment have hidden states, or none"
     hidden, _, embedding = trace.inputs()
     states = hidden[trace.num_positions :, : embedding.shape[1]]  # the rest is a Markov head's
     empty = states.new_zeros(2 * states.shape[1] + 1)

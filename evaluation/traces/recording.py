@@ -9,7 +9,7 @@ shard is recorded again, longer. A run with fewer prompts or draws reads the fir
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +62,7 @@ class TraceFolder:
             return
         on_disk = read_manifest(self.directory, command="trace", keys=["eos_ids"])
         current = upgraded(on_disk, self.shards, self.directory)
-        manifest = self._manifest(on_disk["eos_ids"])
-        refuse_different(current, manifest, self.directory, setting="decode.dir")
+        refuse_different(current, self._manifest(on_disk["eos_ids"]), self.directory, setting="decode.dir")
         if not has_old_format(on_disk):
             refuse_other_digests(self.directory, self.shards)
 
@@ -168,8 +167,7 @@ class TraceFolder:
             max_new_tokens=decode.max_new_tokens,
             batch_size=decode.prompts_per_shard,
         )
-        tokenizer = self.experiment.pair.tokenizer
-        turns = turns_of(spec, tokenizer=tokenizer, data=data, progress=lambda count: None)
+        turns = turns_of(spec, tokenizer=self.experiment.pair.tokenizer, data=data, progress=lambda count: None)
         answers = ask(turns, source, lambda count: None)
         progress(spec.num_requests - len(answers.exchanges))
         trace = None
@@ -187,7 +185,6 @@ class TraceFolder:
         write_trace(self.directory, key, trace, problems, prompts=spec.digests)
 
     def _write_errors(self) -> None:
-        """errors.jsonl: the prompts without a row, with the reason."""
         lines = []
         for key in (key for key in self.shards if key.is_done(self.directory)):
             draw = {"draw": key.draw} if key.draw else {}
@@ -256,6 +253,11 @@ def trace_folder(experiment: Experiment, *, draft_sampling: Sampling | None = No
         heads=list(experiment.heads.values()) if decode.heads and not decode.trace_hidden else [],
         draft_sampling=draft_sampling,
     )
+
+
+def join_splits(parts: Iterable[Splits[Trace]]) -> Splits[Trace]:
+    """Both splits of several datasets together."""
+    return Splits(*map(join_traces, zip(*parts, strict=True)))
 
 
 def record_trace(

@@ -17,8 +17,8 @@ path holds each draft's first step, with the response's token.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,10 +85,8 @@ class Trace:
     """Columns of every response token: is_rejected, branch_lengths, acceptance_rate, and of a feature draft num_passing
     (`Trace.num_passing`).
     """
-    inputs: Callable[[], InputTensors] | None = None
-    """Reads what heads read of the whole trace, its bulk; nothing of it is kept."""
     pieces: tuple[Piece, ...] = ()
-    """The same in parts, by which heads are scored, so that one part is in memory at a time; empty: `inputs` alone."""
+    """What heads read, the bulk of a trace: one piece at a time is in memory, and none is kept; empty: not recorded."""
     draft_sampling: Sampling | None = None
     """The sampling that the draft draws by, if it is not the target's."""
     block_size: int | None = None
@@ -225,6 +223,18 @@ class Trace:
             logit = np.log(prob) - np.log1p(-prob)
         return logit[self.before] if head.timing == "fed" else logit
 
+    def inputs(self) -> InputTensors:
+        """What heads read of all tokens, in their flat order."""
+        parts = [read() for read, _, _ in self.pieces]
+        ids, index = torch.cat([part.embedding_ids for part in parts]).unique(return_inverse=True)
+        rows = torch.cat([part.embedding for part in parts])
+        embedding = rows.new_empty(len(ids), rows.shape[-1])
+        embedding[index] = rows
+        hidden = parts[0].hidden.new_empty(len(self.token), parts[0].hidden.shape[-1])
+        for part, (_, hidden_rows, drafts) in zip(parts, self.pieces, strict=True):
+            hidden[drafts] = part.hidden[hidden_rows]
+        return InputTensors(hidden, ids, embedding)
+
     @torch.inference_mode()
     def score(self, heads: Iterable[AcceptanceHead]) -> None:
         """Add the logits of heads to `drafts`, those that are not there yet: piece by piece, each for all heads, since
@@ -233,14 +243,13 @@ class Trace:
         missing = {_score_key(head): head for head in heads if _score_key(head) not in self.drafts}
         if not missing:
             return
-        if self.inputs is None:
+        if not self.pieces:
             raise ValueError(
                 "the trace has neither scores of this head nor hidden states to compute them from; record it again "
                 "with decode.trace_hidden=true, or with the head in decode.heads"
             )
-        every = np.arange(len(self.token))
-        scores = {key: np.empty(len(every), dtype=np.float32) for key in missing}
-        for read, hidden_rows, drafts in self.pieces or [(self.inputs, every, every)]:
+        scores = {key: np.empty(len(self.token), dtype=np.float32) for key in missing}
+        for read, hidden_rows, drafts in self.pieces:
             tensors = read()
             for key, head in missing.items():
                 for start in range(0, len(drafts), _TOKENS_AT_ONCE):
@@ -294,24 +303,18 @@ class Trace:
             rows=tuple(kept),
             drafts={name: values[at] for name, values in self.drafts.items()},
             positions={name: values[path] for name, values in self.positions.items()},
-            inputs=None if self.inputs is None else partial(_inputs_at, self.inputs, torch.from_numpy(at)),
             pieces=self._pieces_at(at),
         )
 
     def _pieces_at(self, at: Int[Array, " selected"]) -> tuple[Piece, ...]:
         """The pieces of some tokens, by their flat indices."""
-        piece_of = np.full(len(self.token), -1)
-        row_of = np.arange(len(self.token))
-        for number, (_, rows, drafts) in enumerate(self.pieces):
-            piece_of[drafts] = number
-            row_of[drafts] = rows
         pieces: list[Piece] = []
-        for number, (read, _, _) in enumerate(self.pieces):
-            drafts = np.flatnonzero(piece_of[at] == number)
-            if len(drafts):
-                pieces.append((read, row_of[at][drafts], drafts))
-        if self.inputs is not None and not self.pieces:
-            pieces.append((self.inputs, at, np.arange(len(at))))
+        for read, rows, drafts in self.pieces:
+            row_of = np.full(len(self.token), -1)  # elsewhere than in this piece
+            row_of[drafts] = rows
+            selected = np.flatnonzero(row_of[at] >= 0)
+            if len(selected):
+                pieces.append((read, row_of[at[selected]], selected))
         return tuple(pieces)
 
 
@@ -320,12 +323,12 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
     if not traces:
         raise ValueError("no rows: a trace has at least one")
     first = traces[0]
-    names = [name for name in first.drafts if all(name in trace.drafts for trace in traces)]
-    ends = [trace.num_positions for trace in traces]
-    inputs = [trace.inputs for trace in traces if trace.inputs is not None]
     drafts = {}
-    for name in names:
-        drafts[name] = np.concatenate(_paths_first([trace.drafts[name] for trace in traces], ends))
+    for name in first.drafts:
+        if all(name in trace.drafts for trace in traces):
+            paths = [trace.drafts[name][: trace.num_positions] for trace in traces]
+            branches = [trace.drafts[name][trace.num_positions :] for trace in traces]
+            drafts[name] = np.concatenate(paths + branches)
     positions = {}
     for name in first.positions:
         positions[name] = np.concatenate([trace.positions[name] for trace in traces])
@@ -334,52 +337,32 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         rows=tuple(row for trace in traces for row in trace.rows),
         drafts=drafts,
         positions=positions,
-        inputs=(lambda: _joined(inputs, ends)) if len(inputs) == len(traces) else None,
-        pieces=_joined_pieces(traces) if len(inputs) == len(traces) else (),
+        pieces=_joined_pieces(traces) if all(trace.pieces for trace in traces) else (),
     )
 
 
 def _score_key(head: AcceptanceHead) -> str:
-    """The column of a head's logits in `Trace.drafts`."""
     return f"score.{head.fingerprint()}"
 
 
 def _joined_pieces(traces: Sequence[Trace]) -> tuple[Piece, ...]:
-    """The pieces of traces whose paths come first and then all branches, each without pieces being one."""
+    """The pieces of traces whose paths come first and then all branches."""
     pieces: list[Piece] = []
     first_path = 0
     first_branch = sum(trace.num_positions for trace in traces)
     for trace in traces:
         num_branch = len(trace.token) - trace.num_positions
         index = np.append(first_path + np.arange(trace.num_positions), first_branch + np.arange(num_branch))
-        assert trace.inputs is not None, "all traces have hidden states"
-        every = np.arange(len(trace.token))
-        for read, rows, drafts in trace.pieces or [(trace.inputs, every, every)]:
-            pieces.append((read, rows, index[drafts]))
+        pieces += [(read, rows, index[drafts]) for read, rows, drafts in trace.pieces]
         first_path += trace.num_positions
         first_branch += num_branch
     return tuple(pieces)
 
 
-def _inputs_at(inputs: Callable[[], InputTensors], drafts: Int[Tensor, " drafts"]) -> InputTensors:
-    tensors = inputs()
-    return tensors._replace(hidden=tensors.hidden[drafts])
-
-
-def _joined(inputs: Sequence[Callable[[], InputTensors]], ends: Sequence[int]) -> InputTensors:
-    """Inputs of several traces, all paths before all branches; `ends` are the lengths of their paths."""
-    parts = [make() for make in inputs]
-    ids, index = torch.cat([part.embedding_ids for part in parts]).unique(return_inverse=True)
-    rows = torch.cat([part.embedding for part in parts])
-    embedding = rows.new_empty(len(ids), rows.shape[-1])
-    embedding[index] = rows
-    return InputTensors(torch.cat(_paths_first([part.hidden for part in parts], ends)), ids, embedding)
-
-
-def _paths_first(columns: Sequence[Any], ends: Sequence[int]) -> list[Any]:
-    """The paths of several columns, which end at `ends`, and then their branches; arrays or tensors."""
-    pairs = list(zip(columns, ends, strict=True))
-    return [*(column[:end] for column, end in pairs), *(column[end:] for column, end in pairs)]
+def whole_piece(read: Callable[[], InputTensors], num_tokens: int) -> Piece:
+    """A trace of so many tokens that is read at once."""
+    every = np.arange(num_tokens)
+    return read, every, every
 
 
 def counted(lengths: Int[Array, " group"]) -> Int[Array, " member"]:

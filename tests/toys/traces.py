@@ -3,14 +3,14 @@ outcomes min(1, q/p); rejected draws from norm(max(0, q - p)); branches from q. 
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from evaluation.traces.trace import InputTensors, Trace, TraceRow
+from evaluation.traces.trace import InputTensors, Trace, TraceRow, whole_piece
 from lm import Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
 from lm.signals import Normalised, signals_of
 from tests.toys.enumeration import ToyModel
@@ -114,6 +114,7 @@ class Toys:
             "logit_max_prob": log_probs.exp().amax(-1).logit(),
             "acceptance_prob": acceptance_prob(tokens, q, p),
         }
+        inputs = InputTensors(hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3])
         return Trace(
             rows=tuple(rows),
             sampling=self.sampling,
@@ -121,7 +122,7 @@ class Toys:
             max_draft_length=self.length,
             drafts={name: values.numpy()[index] for name, values in signals.items()},
             positions={"is_rejected": is_rejected, "branch_lengths": branch_lengths, "acceptance_rate": rates},
-            inputs=partial(InputTensors, hidden[index], torch.arange(3), torch.eye(4, dtype=torch.float64)[:3]),
+            pieces=(whole_piece(lambda: inputs, len(index)),),
         )
 
 

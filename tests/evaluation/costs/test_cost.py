@@ -25,8 +25,7 @@ from evaluation.costs.stability import SKIP, SMALLEST_SHARE, stable
 from evaluation.costs.stops import FIXED, drafted_length, policies_by_kind, sizes, stops_of, time_stops
 from evaluation.sources.clock import clocked_of
 from evaluation.times import LARGEST_ERROR, StopShares, Times
-from evaluation.traces.bounds import Oracle
-from evaluation.traces.replay import replay_settings
+from evaluation.traces.replay import Oracle, replay_settings
 from evaluation.turns import in_turns, turns_within
 from heads import AcceptanceHead
 from lm import Pair, Sampling

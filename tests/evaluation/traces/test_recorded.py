@@ -21,7 +21,7 @@ from evaluation.traces.coupling import Recorder
 from evaluation.traces.disk import ShardKey, read_trace, write_trace
 from evaluation.traces.recording import record_trace, trace_folder
 from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces
+from evaluation.traces.trace import InputTensors, Trace, TraceRow, join_traces, whole_piece
 from heads import AcceptanceHead
 from heads.model.inputs import STANDARD
 from lm import CachedModel, Sampling, acceptance_prob, acceptance_rate, entropy, residual_probs
@@ -298,7 +298,10 @@ def test_heads_are_scored_piece_by_piece_and_every_piece_is_read_once():
         living.add(hidden)
         return inputs._replace(hidden=hidden)
 
-    reading = [replace(part, inputs=partial(read_again, n, part.inputs()), pieces=()) for n, part in enumerate(parts)]
+    reading = []
+    for number, part in enumerate(parts):
+        piece = whole_piece(partial(read_again, number, part.inputs()), len(part.token))
+        reading.append(replace(part, pieces=(piece,)))
     joined = join_traces(reading)
     scalars = (*STANDARD, "text_position")
     heads = [AcceptanceHead(16, 1, timing, scalars, True).eval() for timing in ("fed", "drawn")]

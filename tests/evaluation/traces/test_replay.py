@@ -20,10 +20,9 @@ from decode.policies.base import AfterDraw
 from decode.policies.registry import policy_of
 from decode.policies.scores import ScoreHead
 from evaluation.flags.engines import ShortDrafts
-from evaluation.traces.bounds import Oracle
 from evaluation.traces.lengths import PredictedLength, fit_length, predict_length
-from evaluation.traces.replay import replay_settings
-from evaluation.traces.trace import InputTensors, Trace
+from evaluation.traces.replay import Oracle, replay_settings
+from evaluation.traces.trace import InputTensors, Trace, whole_piece
 from lm import Sampling
 from tests.evaluation.flags.point_mass import PointMassDrafter
 from tests.evaluation.traces import forms
@@ -252,7 +251,7 @@ def planted() -> tuple[Trace, torch.Tensor]:
         if len(block):
             block[-1, 0] = (label + block[:, 1].mean() - 0.5) / 3
     inputs = InputTensors(hidden, torch.arange(1), torch.zeros(1, WIDTH))
-    return replace(trace, inputs=lambda: inputs, drafts=dict(trace.drafts)), expected
+    return replace(trace, pieces=(whole_piece(lambda: inputs, len(hidden)),), drafts=dict(trace.drafts)), expected
 
 
 def test_a_fit_recovers_a_linear_rule_and_reads_no_state_that_depends_on_a_drawn_token(planted):
@@ -263,7 +262,7 @@ def test_a_fit_recovers_a_linear_rule_and_reads_no_state_that_depends_on_a_drawn
     at = trace.first_drawn[trace.branch_lengths > 0]
     predicted = trace.logit(ScoreHead("length"))[at]
     np.testing.assert_allclose(predicted, expected[trace.branch_lengths > 0], atol=1e-5)
-    assert fit_length(replace(trace, inputs=None)) is None
+    assert fit_length(replace(trace, pieces=())) is None
     assert fit_length(forms.traced("eagle")) is None, "no blocks"
 
 
