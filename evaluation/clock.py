@@ -8,6 +8,14 @@ what no loop knows. `evaluation.sources.primed` runs the clock.
     draft, verify, rest   clocked less predicted seconds of drafts, of verifications, and between rounds (where nothing
                           is predicted), over all predicted seconds
     common                median difference of all families: the machine's speed now against that when it was timed
+
+A gain is contradicted if the interval of the clocked one excludes it, and they differ by more than `TOLERANCE`; the
+verdict then follows the clock. Times have a pace, which is clocked seconds over predicted ones. A machine that is
+slower in all it does has one pace, which changes no gain, so each part of a round is compared with another one:
+
+    t_draft        pace of the drafts of the best fixed length     against that of the target alone
+    t_target(k)    pace of its verifications                       against that of the target alone
+    a stop         pace of the drafts of its policy                against that of the best fixed length's drafts
 """
 
 from collections.abc import Sequence
@@ -18,12 +26,13 @@ from typing import Any
 import numpy as np
 
 from evaluation.contest import Contest, Result
-from evaluation.families import family
+from evaluation.families import ALONE, BASELINE, family
 from evaluation.gain import MIN_PROMPTS
 from evaluation.played import Played, latency_of
 from evaluation.table import Table, flat, shown
-from evaluation.times import CERTAIN, Times
+from evaluation.times import CERTAIN, MEASURED, Times
 
+COSTS_AGAIN = "acceptance-heads costs --again"
 TOLERANCE = 0.03
 """A difference beyond this is pointed out."""
 _PARTS = {"draft": "drafting", "verify": "verification", "rest": "the rest"}
@@ -61,6 +70,10 @@ class ClockReport:
         """Clocked over predicted tokens per second of a family, less 1."""
         return self.clocked.results[name].tokens_per_s / self.predicted.results[name].tokens_per_s - 1
 
+    def speed_up(self, name: str) -> float:
+        """How many times as fast as the target alone a family was on the clock."""
+        return self.clocked.results[name].tokens_per_s / self.clocked.results[ALONE].tokens_per_s
+
     @cached_property
     def common(self) -> float:
         """The median difference of all families."""
@@ -85,9 +98,9 @@ class ClockReport:
                 listed.append(f"{family(name).label} {difference:+.1%}, most of it {most}")
         if not listed:
             return f"every family is within {TOLERANCE:.0%} of its prediction"
-        differing = ", ".join(listed)
         return (
-            f"beyond {TOLERANCE:.0%} of the prediction: {differing}; {self.common:+.1%} is the median of all families"
+            f"beyond {TOLERANCE:.0%} of the prediction: {', '.join(listed)}; {self.common:+.1%} is the median of all "
+            "families"
         )
 
     @property
@@ -183,3 +196,55 @@ def _parts(played: Played, times: Times) -> dict[str, float | None]:
     draft_pace = float(draft / (total_s - verify_s)) if played.counts.num_drafted.sum() else None
     paces = {"draft_pace": draft_pace, "verify_pace": float(verify / verify_s)}
     return {part: float(part_s / total_s) for part, part_s in zip(_PARTS, seconds, strict=True)} | paces
+
+
+def contradicted(report: ClockReport) -> list[str]:
+    """The families whose predicted gain over the best fixed length the clock contradicts."""
+    names = []
+    for name in report.clocked.results:
+        clocked = report.clocked.gain(name)
+        predicted = report.predicted.gain(name).value
+        if clocked.excludes(predicted) and abs(clocked.value - predicted) > TOLERANCE:
+            names.append(name)
+    return names
+
+
+def stale_times(report: ClockReport) -> list[str]:
+    """Names of the times that explain what the clock contradicts; none if it contradicts nothing."""
+    names = contradicted(report)
+    if not names:
+        return []
+    fixed = report.parts[BASELINE]
+    alone = report.parts.get(ALONE, fixed)
+    stale = []
+    if _differs(fixed["draft_pace"], alone["verify_pace"]):
+        stale.append("the draft step")
+    if _differs(fixed["verify_pace"], alone["verify_pace"]):
+        stale.append("the verification of drafted tokens")
+    stale += [
+        f"the stop of {family(name).label}"
+        for name in names
+        if _differs(report.parts[name]["draft_pace"], fixed["draft_pace"])
+    ]
+    return stale
+
+
+def _differs(pace: float | None, other: float | None) -> bool:
+    """Whether two paces differ by more than `TOLERANCE`; None where nothing was predicted."""
+    return pace is not None and other is not None and abs(pace / other - 1) > TOLERANCE
+
+
+def contradiction(report: ClockReport) -> str:
+    """What the clock contradicts, the stale times, and the command that measures them again."""
+    gains = "; ".join(
+        f"{family(name).label} {100 * report.predicted.gain(name).value:+.1f} % predicted, "
+        f"{report.clocked.gain(name).words} clocked"
+        for name in contradicted(report)
+    )
+    stale = stale_times(report)
+    times = f"Stale times: {', '.join(stale)}." if stale else "No single time explains it."
+    first = (
+        "" if report.predicted.times.origin.startswith(MEASURED) else "leave out the given times (decode.t_*), and run "
+    )
+    remedy = f"To renew them, {first}`{COSTS_AGAIN}`."
+    return f"The clock contradicts gains over the best fixed length: {gains}. {times} {remedy}"

@@ -1,6 +1,6 @@
 """`evaluation.evaluate`: an evaluation in Python, from an experiment, or from two models and a list of prompts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -71,8 +71,7 @@ def _of_models(
     # a policy with another head reads the trace again, so a temporary folder lives as long as the result
     scratch = None if "dir" in settings else TemporaryDirectory(prefix="evaluation-")
     root = local_path(settings.pop("dir", "") if scratch is None else scratch.name, "dir")
-    temperature = settings.pop("temperature", 1.0)
-    pair = pair_of(target, draft, root / "models", tokenizer=tokenizer, temperature=temperature)
+    pair = pair_of(target, draft, root / "models", tokenizer=tokenizer, temperature=settings.pop("temperature", 1.0))
     evaluation = evaluated(Experiment(_config(pair, prompt_records(prompts), root, settings)))
     if scratch is not None:
         finalize(evaluation, scratch.cleanup)
@@ -87,17 +86,16 @@ def _config(pair: PairConfig, records: Sequence[Fields], root: Path, settings: M
     num_dev = num_prompts // 2
     num_test = num_prompts - num_dev
     decode = DecodeConfig(dir=str(root / "decode"), num_dev=num_dev, num_test=num_test)
-    data = DataConfig(
-        dir=str(root / "data"),
-        prompts=str(root / PROMPTS_FILE),
-        num_train=0,
-        num_dev=num_dev,
-        num_test=num_test,
-        split_weights=(0, num_dev, num_test),
-    )
     config = Config(
         pair=pair,
-        data=data,
+        data=DataConfig(
+            dir=str(root / "data"),
+            prompts=str(root / PROMPTS_FILE),
+            num_train=0,
+            num_dev=num_dev,
+            num_test=num_test,
+            split_weights=(0, num_dev, num_test),
+        ),
         heads=HeadsConfig(dir=str(root / "heads")),
         decode=_decode_settings(settings, decode, heads=root / "heads" / "given"),
     )
@@ -117,7 +115,9 @@ def _decode_settings(settings: Mapping[str, Any], base: DecodeConfig, *, heads: 
     names: list[str] = []
     paths = list(decode.heads)
     grid = {name: dict(values) for name, values in decode.grid.items()}
-    for policy in _listed(settings["policies"]):
+    if isinstance(settings["policies"], str | Policy | AcceptanceHead):
+        raise ValueError(f"policies is {settings['policies']!r:.80}; give a list of policies")
+    for policy in settings["policies"]:
         name, parameters = _spec_of(policy)
         head = parameters.pop("head", None)
         if isinstance(head, AcceptanceHead):
@@ -132,12 +132,6 @@ def _decode_settings(settings: Mapping[str, Any], base: DecodeConfig, *, heads: 
             if value not in values:
                 values.append(value)
     return replace(decode, policies=tuple(dict.fromkeys(names)), heads=tuple(dict.fromkeys(paths)), grid=grid)
-
-
-def _listed(policies: Any) -> Iterable[Any]:
-    if isinstance(policies, str | Policy | AcceptanceHead):
-        raise ValueError(f"policies is {policies!r:.80}; give a list of policies")
-    return policies
 
 
 def _spec_of(policy: object) -> tuple[str, dict[str, Any]]:

@@ -90,6 +90,10 @@ class Gain(NamedTuple):
         of_prompts = sqrt(max(0.0, reach**2 - (_NORMAL * self.times_error) ** 2))
         return of_prompts < abs(self.value)
 
+    def excludes(self, value: float) -> bool:
+        """Whether there is an interval and the value is outside it."""
+        return self.low is not None and self.high is not None and not self.low <= value <= self.high
+
     @property
     def is_above_noise(self) -> bool:
         """Whether there is an interval and all of it is above 0."""
@@ -106,6 +110,11 @@ class Gain(NamedTuple):
         high = None if self.high is None else base * (1 + self.high)
         error = None if self.standard_error is None else base * self.standard_error
         return Gain(base * (1 + self.value), low, high, error, base * self.times_error)
+
+    @property
+    def interval(self) -> dict[str, float | None]:
+        """The gain and the ends of its interval, as columns."""
+        return {"gain": self.value, "low": self.low, "high": self.high}
 
     @property
     def text(self) -> str:

@@ -152,7 +152,6 @@ def code_of(source: str) -> str:
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    """Whether a statement is a text alone: a docstring, also of a field."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 

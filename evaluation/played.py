@@ -73,10 +73,10 @@ class Played:
         return np.add.reduceat(amounts[:, order], starts, axis=1)
 
 
-def latency_of(played: Played, setting: int = 0) -> dict[str, float]:
-    """Percentiles over the requests of one setting: seconds of a whole request, and until its first token."""
+def latency_of(played: Played) -> dict[str, float]:
+    """Percentiles over the requests of the first setting: seconds of a whole request, and until its first token."""
     assert played.seconds is not None
-    parts = {"request": played.seconds["whole_s"][setting], "first_token": played.seconds["first_token_s"][setting]}
+    parts = {"request": played.seconds["whole_s"][0], "first_token": played.seconds["first_token_s"][0]}
     return {
         f"{part}_p{percentile}_s": float(np.percentile(seconds, percentile))
         for part, seconds in parts.items()

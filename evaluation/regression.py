@@ -1,10 +1,10 @@
-"""Robust fits of seconds: least absolute deviations, and a curve that never falls."""
+"""Robust fits of seconds, least absolute deviations and a curve that never falls, and the errors of such fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from decode.policies.batch import Curve
 
@@ -41,6 +41,20 @@ def non_negative(
             best = times
             least = float(residual @ residual)
     return best
+
+
+def resampled_errors(
+    fit: Callable[[Int[np.ndarray, " some_turns"]], Float[np.ndarray, " time"]], num_turns: int, num_resamples: int
+) -> Float[np.ndarray, " time"]:
+    """Standard errors of what is fitted to some turns: standard deviations over bootstrap resamples of turns, or half
+    the difference between the halves of the run if that is larger, since a machine may change for good in the middle.
+    """
+    drawn = np.random.default_rng(0).integers(num_turns, size=(num_resamples, num_turns))
+    errors: Float[np.ndarray, " time"] = np.std([fit(sample) for sample in drawn], axis=0)
+    if num_turns > 1:
+        first, second = (fit(half) for half in np.array_split(np.arange(num_turns), [num_turns // 2]))
+        errors = np.maximum(errors, abs(first - second) / 2)
+    return errors
 
 
 def rising(seconds: Mapping[int, Sequence[float]]) -> Curve:

@@ -139,14 +139,10 @@ class Times:
         settings = {"measured": "On this machine", "ratio": "On other hardware", RECORDED: "At the times of the record"}
         given = "At the times given"
         setting = next((words for origin, words in settings.items() if self.origin.startswith(origin)), given)
-        return f"{setting}, where a target forward costs {self._ratio_text}"
-
-    @property
-    def _ratio_text(self) -> str:
         error = hypot(self.errors.drafting, *self.errors.verifying[:1])
         uncertainty = f" (± {error:.1%})" if error else ""
         free = " however many tokens it verifies" if self.is_flat else ""
-        return f"{self.ratio:.1f}{uncertainty} draft forwards{free}"
+        return f"{setting}, where a target forward costs {self.ratio:.1f}{uncertainty} draft forwards{free}"
 
     @property
     def caveat(self) -> str:
@@ -169,7 +165,6 @@ class Times:
         return [self, *(other for other in map(self.with_ratio, ratios) if not self._has_times_of(other))]
 
     def _has_times_of(self, other: "Times") -> bool:
-        """Whether two sets of times, of which the other is flat, are the same."""
         kinds = self.t_stop_s.keys() | other.t_stop_s.keys()
         times, others = (
             [times.t_draft_s, times.alone_s, *(times.t_stop_s.get(kind, 0.0) for kind in kinds)]

@@ -102,9 +102,13 @@ def _eagle(experiment: Experiment, path: str) -> Competitor:
 def pearl_speed_up(experiment: Experiment, trio: PairModels, prompts: Sequence[list[int]], times: Times) -> float:
     """PEARL's speed-up over the target alone, predicted from the steps that it takes on these prompts."""
     t_target_s = times.alone_s
-    gamma = max(1, round(t_target_s / times.t_draft_s))
-    models = trio.target, trio.draft
-    decoder = PearlDecoder(*models, gamma=gamma, sampling=experiment.sampling, eos_ids=trio.pair.eos_ids)
+    decoder = PearlDecoder(
+        trio.target,
+        trio.draft,
+        gamma=max(1, round(t_target_s / times.t_draft_s)),
+        sampling=experiment.sampling,
+        eos_ids=trio.pair.eos_ids,
+    )
     generator = torch.Generator().manual_seed(experiment.decode.seed)
     num_tokens = experiment.decode.max_new_tokens
     steps = [step for ids in prompts for step in decoder.generate(ids, num_tokens, generator=generator).rounds]

@@ -165,9 +165,11 @@ def competitor_of(experiment: Experiment, models: PairModels, draft: DraftKind, 
 
     def build(every: int = 1, **setting: Any) -> SpeculativeDecoder:
         policy = replace(stop.policy, **setting)  # type: ignore[type-var]
-        drafter = models.drafter(policy, draft.shape, read_every=every)
-        longest = experiment.decode.max_draft_length
-        return models.decoder(drafter, sampling=experiment.sampling, max_draft_length=longest)
+        return models.decoder(
+            models.drafter(policy, draft.shape, read_every=every),
+            sampling=experiment.sampling,
+            max_draft_length=experiment.decode.max_draft_length,
+        )
 
     name = f"{draft.name} + {stop.name}" if stop.name else draft.name
     return replace(stop, family=name, name=name, policy=FixedLength(0), build=build)

@@ -56,8 +56,11 @@ class _FirstToken:
 
 def constant(k: int) -> dict[str, object]:
     """Entries of the draft's generation config for drafts of a fixed length."""
-    settings = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
-    return settings | {"assistant_confidence_threshold": 0.0}
+    return {
+        "num_assistant_tokens": k,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
 
 
 def about_default() -> str:

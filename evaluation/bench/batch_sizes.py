@@ -21,7 +21,7 @@ from decode.loop.counts import Counts
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import BatchCosts, Curve, batched
 from evaluation.costs.measure import Loop
-from evaluation.gain import Gain, comparison, gain_of_turns
+from evaluation.gain import comparison, gain_of_turns
 from evaluation.regression import rising
 from evaluation.sources.clock import Clocked, clock_in_turns
 from evaluation.table import Table, crossed
@@ -68,7 +68,7 @@ def _rows_of(runs: Mapping[str, Sequence[Clocked]], fixed: Sequence[str], size: 
     for name, speed in speeds.items():
         gain = gain_of_turns(seconds[best], seconds[name])  # all runs of a size write equally many tokens
         row = {"batch_size": size, "policy": name, "tokens_per_s": speed, "against_fixed": 1 + gain.value}
-        rows.append(row | {"gain": gain.value, "low": gain.low, "high": gain.high})
+        rows.append(row | {"gain": gain})
     return rows
 
 
@@ -86,8 +86,11 @@ def _arm_of(loop: Loop, policy: Policy, size: int, rounds: list[BatchRound]) -> 
             rounds.append(round_)
             rounds_s.append(perf_counter() - started_s)
         whole_s = perf_counter() - started_s
-        counts = Counts(num_emitted=sum(generation.counts.num_emitted for generation in batch.generations))
-        return Clocked(counts=counts, whole_s=whole_s, first_token_s=rounds_s[0])
+        return Clocked(
+            counts=Counts(num_emitted=sum(generation.counts.num_emitted for generation in batch.generations)),
+            whole_s=whole_s,
+            first_token_s=rounds_s[0],
+        )
 
     return decode
 
@@ -112,7 +115,6 @@ def curves_of(rounds: Sequence[BatchRound]) -> BatchCosts:
 
 
 def _thinned(curve: Curve) -> Curve:
-    """A few points of a curve, spread evenly over its numbers."""
     points = np.linspace(0, len(curve.numbers) - 1, min(_POINTS, len(curve.numbers))).round().astype(int)
     return Curve(tuple(curve.numbers[at] for at in points), tuple(curve.seconds[at] for at in points))
 
@@ -121,7 +123,7 @@ def size_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Policies down, sizes across."""
     cells = []
     for row in sorted(rows, key=itemgetter("batch_size")):
-        text = f", {_gain_in(row).text}" if row["gain"] else ""
+        text = f", {row['gain'].text}" if row["gain"].value else ""
         cells.append((row["policy"], f"batch {row['batch_size']}", f"{row['tokens_per_s']:.1f}{text}"))
     title = "tokens/s of continuous batches, all sequences together, medians over turns"
     note = f"after the comma: over the best fixed length's of the same turn, with its 95 % interval over {_TURNS} turns"
@@ -133,10 +135,6 @@ def size_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     best = {row["batch_size"]: row for row in sorted(rows, key=itemgetter("batch_size", "tokens_per_s"))}
     sentences = []
     for size, row in best.items():
-        compared = comparison(row["policy"], _gain_in(row), "the best fixed length")
+        compared = comparison(row["policy"], row["gain"], "the best fixed length")
         sentences.append(f"In batches of {size}, {compared}.")
     return " ".join(sentences)
-
-
-def _gain_in(row: Mapping[str, Any]) -> Gain:
-    return Gain(row["gain"], row["low"], row["high"], None)

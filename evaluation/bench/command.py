@@ -16,10 +16,10 @@ from configs.schema import Config
 from data_gen.store.manifest import git_commit
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
-from evaluation.batches.curves import keep_curves
 from evaluation.bench.batch_sizes import measure_sizes, size_table, size_verdict
 from evaluation.bench.race import Race
 from evaluation.bench.results import Cell, cell_table, gain_tables, in_json, race_sentence
+from evaluation.costs.machine import keep_curves
 from evaluation.costs.measure import Loop
 from evaluation.table import announce, printing, say
 
@@ -93,7 +93,8 @@ def _in_batches(
     size_table(rows).print()
     announce([keep_curves(experiment, curves)])
     say(f"\n{size_verdict(rows)} `evaluate --batch` predicts every policy from these curves.")
-    return {"batches": rows, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
+    in_json = [row | row["gain"].interval for row in rows]
+    return {"batches": in_json, "curves": {name: asdict(curve) for name, curve in curves._asdict().items()}}
 
 
 def where(config: Config) -> dict[str, object]:

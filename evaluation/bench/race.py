@@ -134,7 +134,6 @@ class Race:
                 yield self._cell(dataset, sampling)
 
     def _cell(self, dataset: str, sampling: str) -> Cell:
-        """A cell, from the store where it is finished."""
         key = self.key(dataset, sampling)
         contest = self._finished(dataset, key)
         if contest is None:
@@ -165,7 +164,14 @@ class Race:
             "kind": "cell",
             "dataset": dataset,
             "sampling": sampling,
-            "terms": self._terms(),
+            "terms": {
+                "num_prompts": self._num_prompts,
+                "num_tokens": self._num_tokens,
+                "policies": self._policies,
+                "families": self._families,
+                "constants": self._constants,
+                "rules": asdict(replace(self._rules, datasets=())),
+            },
             "law": self._samplings[sampling].as_dict(),
             "prompts": prompts_key(experiment, experiment.prompts(dataset, "test", num=self._num_prompts)),
             "models": models_key(experiment, "target", "draft"),
@@ -200,8 +206,9 @@ class Race:
         if not rows.keys() >= names.keys():
             return None  # a line was deleted
         runs = {arm: [rows[name][arm] for name in names] for arm in arms}
-        on_dev = {name: arm["on_dev"] for name, arm in arms.items()}
-        return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
+        return contest_of(
+            dataset, self._times, competitors, runs, on_dev={name: arm["on_dev"] for name, arm in arms.items()}
+        )
 
     def _measured(self, dataset: str, sampling: str, key: Mapping[str, object]) -> Contest:
         """A cell's contest on the clock; what is in the store is not decoded again."""
@@ -216,27 +223,16 @@ class Race:
             warm_up=next(iter(requests.values())),
         )
         best = {} if self._named else self.best_arms(dataset, sampling)
-        on_dev = {name: result.on_dev for name, result in best.items()}
-        return contest_of(dataset, self._times, competitors, runs, on_dev=on_dev)
-
-    def _terms(self) -> dict[str, object]:
-        return {
-            "num_prompts": self._num_prompts,
-            "num_tokens": self._num_tokens,
-            "policies": self._policies,
-            "families": self._families,
-            "constants": self._constants,
-            "rules": asdict(replace(self._rules, datasets=())),
-        }
+        return contest_of(
+            dataset, self._times, competitors, runs, on_dev={name: result.on_dev for name, result in best.items()}
+        )
 
     def _requests(self, dataset: str) -> dict[str, Request]:
-        """The test prompts by number, each with the seed of all arms."""
         prompts = self.experiment.prompt_ids(dataset, "test", num=self._num_prompts)
         first_seed = self._rules.run * len(prompts)
         return {str(number): (ids, self._num_tokens, first_seed + number) for number, ids in enumerate(prompts)}
 
     def _arms(self, dataset: str, sampling_name: str) -> dict[str, tuple[Arm, Competitor]]:
-        """Every arm of a cell by a unique name."""
         sampling = self._samplings[sampling_name]
         named = dict(zip(self._policies, self._named, strict=True))
         best = {} if named else self.best_arms(dataset, sampling_name)
@@ -313,12 +309,10 @@ class Race:
         dev = folder.load_split(dataset, "dev")
         traces = Splits(dev, dev.select([0]))  # the second is not read
         competitors = competitors_with(experiment, experiment.heads)
-        name = f"dev, {dataset}, {sampling}"
-        replays = replay_dataset(traces, competitors, perfect_head=False, name=name)
+        replays = replay_dataset(traces, competitors, perfect_head=False, name=f"dev, {dataset}, {sampling}")
         return hold(replays, self._times, is_online=(False,)).results
 
     def _under(self, name: str) -> Experiment:
-        """The experiment under the sampling of this name."""
         config = self._config
         sampling = self._samplings[name]
         if sampling == self.experiment.sampling:

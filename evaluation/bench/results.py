@@ -20,8 +20,7 @@ from decode.policies.registry import POLICIES
 from evaluation.bench.arms import DEFAULT, SCHEDULES, UNASSISTED
 from evaluation.competitor import Competitor
 from evaluation.contest import Contest, Result
-from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE
-from evaluation.families import family as family_named
+from evaluation.families import ALONE, BASELINE, PRODUCT, TRAINING_FREE, family
 from evaluation.gain import MIN_PROMPTS, Gain, doubt, leads, median_ratio
 from evaluation.played import latency_of
 from evaluation.sources.clock import Clocked, played_of
@@ -73,9 +72,9 @@ class Cell:
         return median_ratio(base.throughput.seconds, result.throughput.seconds) - 1
 
 
-def competitor(family: str, setting: str, *, version: str = "") -> Competitor:
+def competitor(of_family: str, setting: str, *, version: str = "") -> Competitor:
     """What a race clocks, which may be no policy of ours; the setting in words is its name."""
-    return Competitor(family, setting, FixedLength(0), ({},), version=version)
+    return Competitor(of_family, setting, FixedLength(0), ({},), version=version)
 
 
 def contest_of(
@@ -89,10 +88,10 @@ def contest_of(
     """The contest of arms on the clock, by name, from their generations on the same prompts; `on_dev`: predicted tokens
     per second on dev, of those whose setting was chosen there.
     """
-    results = {}
-    for name, entry in competitors.items():
-        played = played_of([runs[name]])
-        results[name] = Result(competitor=entry, number=0, on_dev=on_dev.get(name), played=played)
+    results = {
+        name: Result(competitor=entry, number=0, on_dev=on_dev.get(name), played=played_of([runs[name]]))
+        for name, entry in competitors.items()
+    }
     return Contest(dataset, times, results)
 
 
@@ -169,19 +168,19 @@ def gain_tables(cells: Sequence[Cell]) -> Iterator[Table]:
     first = cells[0].contest.dataset
     for rival in (BASELINE, PRODUCT, DEFAULT, ALONE):
         entries: list[tuple[str, str, str]] = []
-        for family in (name for name in names if name != rival):
+        for name in (name for name in names if name != rival):
             of_transfer: dict[str, list[Gain]] = defaultdict(list)
             for cell in cells:
-                arm = cell.fastest_of([family])
+                arm = cell.fastest_of([name])
                 if arm is None or rival not in cell.rivals:
                     continue
                 gain = cell.over(arm, rival)
                 sampling = SAMPLING_NAMES[cell.sampling]
-                entries.append((name_of(family), f"{cell.contest.dataset}, {sampling}", gain.text))
+                entries.append((name_of(name), f"{cell.contest.dataset}, {sampling}", gain.text))
                 if cell.contest.dataset != first:
                     of_transfer[sampling].append(gain)
             means = ((sampling, mean_gain(gains)) for sampling, gains in of_transfer.items())
-            entries += [(name_of(family), f"{MEAN}, {sampling}", gain.text) for sampling, gain in means]
+            entries += [(name_of(name), f"{MEAN}, {sampling}", gain.text) for sampling, gain in means]
         if entries:
             yield Table(f"over {name_of(rival)}", crossed("policy", entries), note)
 
@@ -232,9 +231,9 @@ def _num_prompts(cell: Cell) -> int:
     return len(cell.contest.results[cell.rivals[ALONE]].throughput.tokens)
 
 
-def name_of(family: str) -> str:
-    """Name of a family or a rival in tables."""
-    return f"best {family}" if family == TRAINING_FREE else family_named(family).label
+def name_of(name: str) -> str:
+    """How tables name a family or a rival."""
+    return f"best {name}" if name == TRAINING_FREE else family(name).label
 
 
 def _over(cell: Cell, arm: str, rival: str) -> str:

@@ -47,7 +47,6 @@ def default_sampling(target: ModelSource, flags: Mapping[str, float | None]) -> 
 
 
 def _keeps_all(name: str, value: object) -> bool:
-    """Whether a value of top_p or top_k keeps every token."""
     return (name == "top_p" and value == 1) or (name == "top_k" and value in (0, -1))
 
 

@@ -4,11 +4,12 @@ t_draft and t_target(k) are medians over rounds of real generations, with everyt
 verification do. They are measured once and kept in DIR/costs.jsonl, so that a second evaluation agrees with the first:
 one entry per loop, which is everything that `key_of` names. What an entry lacks (stops of heads that were trained
 since) is measured and added, as a share of the draft step of its own cycle. Times with large errors are not kept
-(`evaluation.costs.stability`).
+(`evaluation.costs.stability`). DIR/batch_costs.jsonl keeps the curves of law 4.13 that `bench --batch` measured.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from configs.load import accepts_yaml
 from configs.schema import Config, DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.base import Policy
-from decode.policies.batch import Curve
+from decode.policies.batch import BatchCosts, Curve
 from evaluation.costs import measure, stops
 from evaluation.costs.measure import Loop, costs_of, time_rounds
 from evaluation.costs.stability import SKIP, stable
@@ -209,9 +210,13 @@ def largest_of_stops(stops_: Mapping[str, Stop]) -> dict[str, float]:
 
 def entry_of(times: Times) -> dict[str, Any]:
     """Measured times as DIR/costs.jsonl keeps them, without those of stops."""
-    errors = {"drafting": times.errors.drafting, "verifying": list(times.errors.verifying)}
-    entry = {"t_draft_s": times.t_draft_s, "t_target_s": list(times.target.seconds), "origin": times.origin}
-    return entry | {"errors": errors, "stop_shares": {}}
+    return {
+        "t_draft_s": times.t_draft_s,
+        "t_target_s": list(times.target.seconds),
+        "origin": times.origin,
+        "errors": {"drafting": times.errors.drafting, "verifying": list(times.errors.verifying)},
+        "stop_shares": {},
+    }
 
 
 def loop_of(experiment: Experiment) -> Loop:
@@ -224,17 +229,15 @@ def key_of(experiment: Experiment) -> dict[str, object]:
     """Everything that the times of a loop depend on. Of the prompts, the first ones, which are those that are timed
     unless they are too long.
     """
-    decode = experiment.decode
     dataset = next(iter(experiment.datasets))
     prompts = experiment.prompts(dataset, "dev", num=_num_read(experiment))[:_NUM_PROMPTS]
-    timed = {"prompts": prompts_key(experiment, prompts)}
-    return loop_key(experiment) | timed | {"max_new_tokens": min(decode.max_new_tokens, _TOKENS)}
+    max_new_tokens = min(experiment.decode.max_new_tokens, _TOKENS)
+    return loop_key(experiment) | {"prompts": prompts_key(experiment, prompts), "max_new_tokens": max_new_tokens}
 
 
 def loop_key(experiment: Experiment) -> dict[str, object]:
     """The models, the sampling, the longest draft and the machine of a loop, whatever it is timed on."""
-    models = models_key(experiment, "target", "draft")
-    return models | _drafting(experiment) | machine_key(experiment)
+    return models_key(experiment, "target", "draft") | _drafting(experiment) | machine_key(experiment)
 
 
 def recorded_times(store: KeyedStore, experiment: Experiment) -> dict[str, Any] | None:
@@ -254,5 +257,33 @@ def _num_read(experiment: Experiment) -> int:
 
 def kept_costs(directory: Path) -> KeyedStore:
     """The times of every loop that was timed for this directory."""
-    remedy = "delete the line, and the times are measured again"
-    return KeyedStore(directory / "costs.jsonl", remedy=remedy, fields=_MEASURED)
+    return KeyedStore(
+        directory / "costs.jsonl", remedy="delete the line, and the times are measured again", fields=_MEASURED
+    )
+
+
+def keep_curves(experiment: Experiment, curves: BatchCosts) -> Path:
+    """Write them, with the loop that they are of; the file."""
+    store = curves_store(experiment)
+    store.keep([(loop_key(experiment), {name: asdict(curve) for name, curve in curves._asdict().items()})])
+    return store.path
+
+
+def kept_curves(experiment: Experiment) -> BatchCosts | None:
+    """Curves that were measured with this very loop, or with that of the record; None where there are none."""
+    store = curves_store(experiment)
+    curves = recorded_times(store, experiment) if experiment.decode.as_recorded else store.get(loop_key(experiment))
+    if curves is None:
+        return None
+    return BatchCosts(
+        **{name: Curve(tuple(curve["numbers"]), tuple(curve["seconds"])) for name, curve in curves.items()}
+    )
+
+
+def curves_store(experiment: Experiment) -> KeyedStore:
+    """The curves of every loop that was measured."""
+    return KeyedStore(
+        experiment.directory / "batch_costs.jsonl",
+        remedy="delete the line, and measure again with `evaluation bench --batch`",
+        fields=BatchCosts._fields,
+    )

@@ -14,8 +14,7 @@ target alone takes 3.9 to 4.0 ms per token; the median round is 4.0 ms, the firs
 What a draft takes whatever its length is paid once a round, so t_target(k) includes begin for k > 0. A block of which k
 tokens are drawn takes begin + each k: t_draft = begin + each, and each (k - 1) is part of t_target(k).
 
-The error of a time is the standard deviation over bootstrap resamples of turns, or half the difference between the
-halves of the run if that is larger, since a machine may change for good in the middle.
+The error of a time is that of resampled turns (`evaluation.regression.resampled_errors`).
 """
 
 from collections.abc import Generator, Sequence
@@ -27,13 +26,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
 from decode.policies.batch import Curve
-from evaluation.regression import rising
-from evaluation.times import TimeErrors, Times
+from evaluation.regression import resampled_errors, rising
+from evaluation.times import MEASURED, TimeErrors, Times
 from evaluation.traces.trace import Array
 from evaluation.turns import turns_within
 from lm import Sampling
@@ -55,6 +54,7 @@ _MOST_FRUITLESS = 20
 """Generations without a round that can be timed, before timing stops."""
 _RESAMPLES = 100
 _NEEDED = "costs need rounds with and without drafts after the first; raise decode.max_new_tokens, or give decode.t_*_s"
+
 
 AnyLoop = TypeVar("AnyLoop", bound="Loop")
 
@@ -149,19 +149,15 @@ def costs_of(turns: "Sequence[Sequence[Round]]", max_draft_length: int) -> Times
     drafts of either kind are missing. `max_draft_length` is the last k of t_target(k).
     """
     rows = _at_one_pace([_rows_of(turn) for turn in turns])
-    measured_s = _times_of(rows, max_draft_length)
-    drawn = np.random.default_rng(0).integers(len(rows), size=(_RESAMPLES, len(rows)))
-    resampled_s = [_times_of([rows[turn] for turn in sample], max_draft_length) for sample in drawn]
-    errors = np.std(resampled_s, axis=0)
-    if len(rows) > 1:
-        middle = len(rows) // 2
-        first_s, second_s = (_times_of(half, max_draft_length) for half in (rows[:middle], rows[middle:]))
-        errors = np.maximum(errors, abs(first_s - second_s) / 2)
-    relative = (errors / measured_s).tolist()
+
+    def fit(sample: Int[Array, " turn"]) -> Float[Array, " time"]:
+        return _times_of([rows[turn] for turn in sample], max_draft_length)
+
+    measured_s = fit(np.arange(len(rows)))
+    draft_error, *target_errors = (resampled_errors(fit, len(rows), _RESAMPLES) / measured_s).tolist()
     t_draft_s, *t_target_s = measured_s.tolist()
     target = Curve(tuple(range(1, len(t_target_s) + 1)), tuple(t_target_s))
-    errors_ = TimeErrors(relative[0], tuple(relative[1:]))
-    return Times(Curve.line(t_draft_s), target, "measured", errors=errors_)
+    return Times(Curve.line(t_draft_s), target, MEASURED, errors=TimeErrors(draft_error, tuple(target_errors)))
 
 
 def _rows_of(turn: "Sequence[Round]") -> Float[Array, "round 4"]:

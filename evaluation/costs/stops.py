@@ -31,6 +31,7 @@ from decode.policies import FixedLength, HeadPolicy, Policy
 from decode.policies.base import AfterDraw, BeforeDraw, Number, State
 from decode.policies.registry import POLICIES, SOLVED, policy_of
 from evaluation.costs.measure import Loop
+from evaluation.regression import resampled_errors
 from evaluation.times import StopShares
 from evaluation.turns import turns_within
 from heads.model.head import AcceptanceHead
@@ -119,7 +120,6 @@ def time_stops(loop: Loop, policies: Mapping[str, Policy]) -> dict[str, Stop]:
 
 
 def _drafters_of(loop: Loop, policies: Mapping[str, Policy], prompt: list[int]) -> "dict[str, ModelDrafter]":
-    """A drafter for each policy, ready to draft after the prompt."""
     from decode.loop.drafter import ModelDrafter
     from decode.loop.session import Session
     from lm import RandomSampler
@@ -150,33 +150,23 @@ def drafted_length(loop: Loop) -> int:
 
 
 def stops_of(cycles: Sequence[Sequence[Draft]], kinds: Sequence[str]) -> dict[str, Stop]:
-    """The stops in these cycles; an error is that of resamples of cycles, the same for all kinds, or half the
-    difference between the halves of the run.
-    """
-    num = len(cycles)
+    """The stops in these cycles; an error is that of resampled cycles (`evaluation.regression.resampled_errors`)."""
     steps = {kind: np.array([_steps_of(kind, cycle) for cycle in cycles]) for kind in (FIXED, *kinds)}
-    drawn = np.random.default_rng(0).integers(num, size=(_RESAMPLES, num))
-    stops = {}
-    for kind in kinds:
-        error = float(np.std([_share_of(kind, steps, sample) for sample in drawn]))
-        if num > 1:
-            first, second = (_share_of(kind, steps, half) for half in np.array_split(np.arange(num), 2))
-            error = max(error, abs(first - second) / 2)
-        stops[kind] = max(0.0, _share_of(kind, steps, np.arange(num))), error
-    return stops
+
+    def shares(sample: Int[np.ndarray, " some_cycles"]) -> Float[np.ndarray, " kind"]:
+        """What each stop adds to a draft step, over the step's seconds."""
+        fixed = np.median(steps[FIXED][sample])
+        return np.array([np.median(steps[kind][sample]) / fixed - 1 for kind in kinds])
+
+    values = np.maximum(0.0, shares(np.arange(len(cycles)))).tolist()
+    errors = resampled_errors(shares, len(cycles), _RESAMPLES).tolist()
+    return dict(zip(kinds, zip(values, errors, strict=True), strict=True))
 
 
 def _steps_of(kind: str, cycle: Sequence[Draft]) -> list[float]:
     """Seconds of a draft step of this kind, over the median of the cycle."""
     level_s = median(step_s for _, step_s in cycle)
     return [step_s / level_s for name, step_s in cycle if name == kind]
-
-
-def _share_of(
-    kind: str, steps: Mapping[str, Float[np.ndarray, "cycle step"]], cycles: Int[np.ndarray, " some_cycles"]
-) -> float:
-    """What a stop adds to a draft step in these cycles, over the step's seconds."""
-    return float(np.median(steps[kind][cycles]) / np.median(steps[FIXED][cycles]) - 1)
 
 
 def sizes(policies: Mapping[str, Policy], num_draft_weights: int) -> dict[str, float]:

@@ -171,8 +171,7 @@ def answer_of(engine: Engine, traces: Traces, times: Times) -> "Answer":
     """Replay every setting of an engine, and choose on dev: no speculation, the engine's default, the best fixed length
     and the best setting, each of all ways of drafting.
     """
-    extra_s = engine.extra_forwards * times.t_draft_s
-    speculating = replace(times, target=times.target.plus(extra_s))
+    speculating = replace(times, target=times.target.plus(engine.extra_forwards * times.t_draft_s))
     way, default_traces = next(iter(traces.items()))
     longest = default_traces.dev.max_draft_length
     choices = fastest_on_dev(replay_arms([Competitor(NONE, "", FixedLength(0), ({},))], default_traces), times)
@@ -204,6 +203,5 @@ def _ours(heads: Mapping[str, AcceptanceHead], traces: Splits[Trace], label: str
     for competitor in competitors_of({}, fitted, max_draft_length=traces.dev.max_draft_length):
         for group, name in OURS.items():
             if GROUPS[group](competitor.family) and competitor.family not in (*BOUNDS, BASELINE):
-                full_name = f"{family(competitor.family).label}{label}"
-                rivals.append(replace(competitor, family=name, name=full_name))
+                rivals.append(replace(competitor, family=name, name=f"{family(competitor.family).label}{label}"))
     return rivals

@@ -23,8 +23,8 @@ from evaluation.flags.times import given_times, times_for
 from evaluation.gain import Splits
 from evaluation.table import Table, printing, say, shown
 from evaluation.times import Times
-from evaluation.traces.recording import TraceFolder, trace_folder
-from evaluation.traces.trace import Trace, join_traces
+from evaluation.traces.recording import TraceFolder, join_splits, trace_folder
+from evaluation.traces.trace import Trace
 
 _BATCH_COLUMNS = {
     "batch": ("size", ""),
@@ -115,8 +115,7 @@ def traces_for(experiment: Experiment, engine: Engine) -> Traces:
 def _complete(experiment: Experiment, folder: TraceFolder) -> Splits[Trace]:
     """A trace of all datasets together, recorded if it does not exist."""
     folder.complete()
-    parts = map(folder.load, experiment.datasets)
-    return Splits(*(join_traces(split) for split in zip(*parts, strict=True)))
+    return join_splits(map(folder.load, experiment.datasets))
 
 
 def print_batches(engine: Engine, speeds: Mapping[int, Sequence[Sequence[float]]], title: str) -> dict[str, Any]:

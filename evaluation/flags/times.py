@@ -125,14 +125,22 @@ def times_for(experiment: Experiment, engine: str, given: Times | None) -> Times
     store = kept_costs(experiment.directory)
     key = key_of(experiment) | {"loop": "transformers"}
     if (entry := store.get(key)) is None:
-        on_cpu = experiment.pair.target.device.type == "cpu"
-        timed = stable(lambda: fitted(timed_generations(loop_of(experiment))), largest_errors, on_cpu=on_cpu)
+        timed = stable(
+            lambda: fitted(timed_generations(loop_of(experiment))),
+            largest_errors,
+            on_cpu=experiment.pair.target.device.type == "cpu",
+        )
         entry = entry_of(timed)
         store.keep([(key, entry)])
     errors = errors_of(entry)._replace(stopping=ours.errors.stopping)
     plain_s, verify_s = entry["t_target_s"][:2]
-    draft = Curve.line(entry["t_draft_s"])
-    return replace(ours, draft=draft, target=_of_drafts(plain_s, verify_s), origin=entry["origin"], errors=errors)
+    return replace(
+        ours,
+        draft=Curve.line(entry["t_draft_s"]),
+        target=_of_drafts(plain_s, verify_s),
+        origin=entry["origin"],
+        errors=errors,
+    )
 
 
 def _of_drafts(plain_s: float, verify_s: float) -> Curve:
@@ -189,5 +197,9 @@ def fitted(runs: Sequence[Clocked]) -> Times:
     errors = deviation * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))
     draft_s, verify_s, plain_s, _ = times.tolist()
     draft_error, verify_error, plain_error, _ = (errors / times).tolist()
-    relative = TimeErrors(draft_error, (plain_error, verify_error, verify_error))
-    return Times(Curve.line(draft_s), _of_drafts(plain_s, verify_s), "measured in transformers", errors=relative)
+    return Times(
+        Curve.line(draft_s),
+        _of_drafts(plain_s, verify_s),
+        "measured in transformers",
+        errors=TimeErrors(draft_error, (plain_error, verify_error, verify_error)),
+    )

@@ -19,9 +19,9 @@ from decode.loop.counts import Counts
 from evaluation.competitor import label_of
 from evaluation.contest import Contest, Replays, Result
 from evaluation.families import family
-from evaluation.gain import Gain, conclusion
+from evaluation.gain import conclusion
 from evaluation.played import Played
-from evaluation.table import Table, flat
+from evaluation.table import Table
 from evaluation.times import Times
 from evaluation.traces.trace import Trace
 from store.shards import write_atomic
@@ -109,7 +109,6 @@ def compare_with(
 
 
 def _compared(dataset: str, result: Result, row: Mapping[str, Any], times: Times) -> Record:
-    """A family here and there."""
     counts = {field.name: np.stack([row[field.name]]) for field in fields(Counts) if field.name in row}
     lengths = np.stack([np.stack(row["rounds_by_length"])])
     played = Played(Counts(**counts), lengths, np.asarray(row["prompt_of_row"]), row["stop_kind"])
@@ -126,7 +125,7 @@ def _compared(dataset: str, result: Result, row: Mapping[str, Any], times: Times
         "num_prompts": len(before.throughput.tokens),
         "tokens_per_s": result.tokens_per_s,
         "tokens_per_s_there": before.tokens_per_s,
-        **flat({"gain": gain}),
+        "gain": gain,
         "conclusion": conclusion(f"{label} here", gain, "there", len(before.throughput.tokens)),
     }
 
@@ -140,7 +139,7 @@ def against_table(records: list[Record], directory: str, title: str) -> Table:
             "setting there": record["setting_there"],
             "tokens/s here": f"{record['tokens_per_s']:.1f}",
             "there": f"{record['tokens_per_s_there']:.1f}",
-            "gain": Gain(record["gain"], record["gain_low"], record["gain_high"], None).text,
+            "gain": record["gain"].text,
         }
         for record in records
     ]

@@ -2,7 +2,7 @@
 on test (laws 4.10, 4.13).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,16 +14,16 @@ from jaxtyping import Float
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from decode.policies.base import Head
-from decode.policies.batch import BatchAuto, BatchCosts
+from decode.policies.batch import BatchAuto, BatchCosts, Curve
 from decode.policies.scores import ScoreHead
-from evaluation.batches.curves import kept_curves, setups_of
 from evaluation.batches.load import NUM_QUEUES, BatchThroughput, load_at, queue_of, resampled_queues, step_through
 from evaluation.competitor import ONLINE, Competitor, head_in, words_of
 from evaluation.contest import Replays, fastest_heads, fastest_on_dev
+from evaluation.costs.machine import kept_curves
 from evaluation.families import AUTO, BASELINE, BOUNDS, HEADS_OF, PERFECT, families, family
 from evaluation.gain import Gain, gain_of_resamples
 from evaluation.table import Table, flat
-from evaluation.times import Times
+from evaluation.times import MEASURED, RECORDED, Times
 from evaluation.traces.replay import Rounds, replay_rounds
 from evaluation.traces.trace import CONFIDENCE, Trace
 from evaluation.tuning.rule import batch_auto_for
@@ -54,8 +54,32 @@ def in_batches(
             if share is not None:
                 title = f"a verified token costs {share:g} t_draft"
             tables += batch_tables(new, f"{times.title}; {title}")
-            rows += new
+            rows += map(flat, new)
     return rows, tables
+
+
+def setups_of(
+    every_times: Iterable[Times], verify_shares: Sequence[float], measured: BatchCosts | None = None
+) -> list[tuple[Times, float | None]]:
+    """Times of batches, each with what a further verified token takes over a draft step: all times with every share;
+    measured or recorded times, and those of a target's curve, once with None: with the `measured` curves if there are
+    any, else with that of one sequence. ValueError if there are none.
+    """
+    setups: list[tuple[Times, float | None]] = []
+    for times in every_times:
+        if times.origin not in (MEASURED, RECORDED) and times.is_flat:
+            for share in verify_shares:
+                setups.append((replace(times, target=Curve.line(times.alone_s, share * times.t_draft_s)), share))
+        elif measured is None:
+            setups.append((times, None))
+        else:
+            setups.append((replace(times, draft=measured.draft, target=measured.target), None))
+    if not setups:
+        raise ValueError(
+            "decode.verify_shares is empty, and no times here say what verifying a batch takes; give a share, such as "
+            "0.2, or decode.t_target_ms by number of tokens"
+        )
+    return setups
 
 
 def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[int]) -> Iterator[list[Row]]:
@@ -72,20 +96,22 @@ def contests_of(replays: Replays, every_times: Sequence[Times], sizes: Sequence[
         rows = []
         for size in Bar(sizes, desc=f"batches: ratio {times.ratio:.3g}", unit="sizes"):
             members = played[number, size]
-            reached = [(named, throughput) for named, throughput, _ in members]
-            resampled = {named["family"]: of_queues for named, _, of_queues in members}
+            _, base, base_queues = next(member for member in members if member[0]["family"] == BASELINE)
+            for named, throughput, of_queues in members:
+                value = throughput.tokens_per_s / base.tokens_per_s - 1
+                gain = gain_of_resamples(value, of_queues / base_queues - 1, test.num_prompts)
+                rows.append(_row(size, named, throughput, gain))
             for named, rule in rules_of(replays, times, size):
                 load = step_through(test, rule, queue_of(len(test.rows), size), size)
-                reached.append((named, load.throughput(rule.costs)))
-            base = next(throughput.tokens_per_s for named, throughput in reached if named["family"] == BASELINE)
-            for named, throughput in reached:
-                gain = Gain(throughput.tokens_per_s / base - 1, None, None, None)
-                if named["family"] in resampled:
-                    gains = resampled[named["family"]] / resampled[BASELINE] - 1
-                    gain = gain_of_resamples(gain.value, gains, test.num_prompts)
-                row = {"batch_size": size, **named, "tokens_per_s": throughput.tokens_per_s}
-                rows.append(row | flat({"gain": gain}) | {"request_s": throughput.request_s})
+                throughput = load.throughput(rule.costs)
+                gain = Gain(throughput.tokens_per_s / base.tokens_per_s - 1, None, None, None)
+                rows.append(_row(size, named, throughput, gain))
         yield rows
+
+
+def _row(size: int, named: Row, throughput: BatchThroughput, gain: Gain) -> Row:
+    speed = {"tokens_per_s": throughput.tokens_per_s, "gain": gain, "request_s": throughput.request_s}
+    return {"batch_size": size, **named, **speed}
 
 
 def _played_family(
@@ -124,7 +150,7 @@ def _fastest_settings(
     return chosen
 
 
-def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[str, str], BatchAuto]]:
+def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[Row, BatchAuto]]:
     """The batch's rule with a head of each timing, with the draft's own confidence where it has one, and with a perfect
     head: lambda of dev, or learned online with the head. With each rule, what its row says of it.
 
@@ -155,7 +181,6 @@ def rules_of(replays: Replays, times: Times, size: int) -> Iterator[tuple[dict[s
 
 
 def _fastest_rule(heads: Sequence[Head], dev: Trace, times: Times, size: int) -> BatchAuto:
-    """The batch's rule with the one of these heads with which it is fastest on dev."""
     rules = [batch_auto_for(head, dev, times.costs(HeadPolicy(head).stop_kind), size) for head in heads]
     return max(rules, key=lambda rule: rule.throughput or 0.0)
 
@@ -169,10 +194,6 @@ def estimator_of(trace: Trace) -> ScoreHead:
     prob = torch.from_numpy(trace.signal("acceptance_prob")[drafts])[is_revealed]
     slope, offset = map(float, fit_logistic(observe(logit[None], prob[None])))
     return ScoreHead("max_prob", calibration_shift=offset / slope, temperature=1.0 / slope)
-
-
-def _gain_in(row: Mapping[str, Any]) -> Gain:
-    return Gain(row["gain"], row["gain_low"], row["gain_high"], None)
 
 
 def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
@@ -192,7 +213,7 @@ def batch_tables(rows: Sequence[Mapping[str, Any]], title: str) -> list[Table]:
                 "policy": family(row["family"]).label,
                 "setting": ": ".join(filter(None, (head_in(row["name"]), row["setting"]))),
                 "tokens/s": f"{row['tokens_per_s']:.1f}",
-                "gain": "" if row["family"] == BASELINE else _gain_in(row).text,
+                "gain": "" if row["family"] == BASELINE else row["gain"].text,
                 "seconds per request": f"{row['request_s']:.3g}",
             }
             for row in of_size

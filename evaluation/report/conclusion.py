@@ -7,6 +7,7 @@ neither does, the simpler of those two that nothing beats is recommended, never 
 prompts there is no verdict, and the fixed length that is fastest on dev is used.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -161,8 +162,5 @@ def head_shares(arms: Sequence[Arm], times: Times) -> dict[str, float]:
         on_dev = times.throughput(arm.dev)
         speeds = (on_dev.tokens @ weights.T) / (on_dev.seconds @ weights.T)
         fastest_of_arms.append(speeds.max(axis=0))
-    counts: dict[str, int] = {}
-    for number in np.argmax(fastest_of_arms, axis=0):
-        counts[names[number]] = counts.get(names[number], 0) + 1
-    ranked = sorted(counts, key=counts.__getitem__, reverse=True)
-    return {name: counts[name] / NUM_RESAMPLES for name in ranked}
+    counts = Counter(names[number] for number in np.argmax(fastest_of_arms, axis=0))
+    return {name: count / NUM_RESAMPLES for name, count in counts.most_common()}

@@ -22,7 +22,7 @@ from evaluation.report.page import folder_of, write_csv, write_report, write_tab
 from evaluation.report.tables import brief_table, result_table, stage_table
 from evaluation.report.transfer import transfer_table
 from evaluation.report.verdict import publish_verdict, sentence_at, tell
-from evaluation.table import announce, printing, say
+from evaluation.table import announce, flat, printing, say
 from store.shards import write_atomic
 
 
@@ -60,7 +60,8 @@ def evaluate(
             if evaluation.verdict is not predicted:
                 publish_verdict(evaluation.verdict, experiment, directory)
         write_report(evaluation, directory)
-        paths = _announced(written, experiment)
+        # in `all`, tuning writes the model cards again, and names them
+        paths = announce(path for path in written if not (experiment.is_step and path.name == "README.md"))
         costs = asdict(evaluation.times)
         publish({"costs": costs, "verdict": evaluation.verdict, **_document(evaluation, paths), **compared})
         _tell_all(evaluation)
@@ -75,12 +76,12 @@ def _against(evaluation: Evaluation, other: pd.DataFrame, directory: str) -> lis
         of_dataset = [record for record in records if record["dataset"] == dataset]
         if of_dataset:
             against_table(of_dataset, directory, evaluation.times.title).print()
-    changed = [record for record in records if record["gain"] and record["family"] not in BOUNDS]
+    changed = [record for record in records if record["gain"].value and record["family"] not in BOUNDS]
     for record in changed:
         say(f"{record['dataset']}: {record['conclusion']}.")
     if not changed:
         say(f"Every policy does here what it does in {directory}.")
-    return records
+    return list(map(flat, records))
 
 
 def _print_tables(evaluation: Evaluation, *, has_all: bool) -> None:
@@ -109,7 +110,6 @@ def _print_tables(evaluation: Evaluation, *, has_all: bool) -> None:
 
 
 def _publish_clocks(evaluation: Evaluation, directory: Path) -> Path:
-    """Print and write what the clock measured; the path."""
     for report in evaluation.clocks:
         clock_table(report).print()
     path = directory / "clock.json"
@@ -127,11 +127,6 @@ def _tell_all(evaluation: Evaluation) -> None:
             if contest is not contests[0] or dataset != evaluation.verdict["dataset"]:
                 say(f"\n{sentence_at(contest)}")
     tell(evaluation.verdict, experiment)
-
-
-def _announced(written: Sequence[Path], experiment: Experiment) -> list[str]:
-    """Print which files were written; in `all`, tuning writes the model cards again, and names them."""
-    return announce(path for path in written if not (experiment.is_step and path.name == "README.md"))
 
 
 def _document(evaluation: Evaluation, written: Sequence[str]) -> dict[str, Any]:

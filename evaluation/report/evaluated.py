@@ -16,19 +16,17 @@ import pandas as pd
 from decode.experiment import Experiment
 from decode.policies.base import Policy
 from decode.policies.registry import AUTO_TOKEN_PROB
-from evaluation.batches.curves import kept_curves, setups_of
-from evaluation.clock import ClockReport
+from evaluation.clock import ClockReport, contradicted
 from evaluation.competitor import Competitor, competes, competitors_with, make_competitor
 from evaluation.contest import Contest, Replays, Result, hold_each, replay_dataset
-from evaluation.costs.machine import costs_for
+from evaluation.costs.machine import costs_for, kept_curves
 from evaluation.families import BASELINE, LENGTH_HEAD
 from evaluation.gain import Gain, Splits, prompts_needed
 from evaluation.played import joined
-from evaluation.report.batches import in_batches
+from evaluation.report.batches import in_batches, setups_of
 from evaluation.report.conclusion import conclude
 from evaluation.report.frames import frame_of, parts_of, threshold_curve
 from evaluation.report.replay import at_costs
-from evaluation.report.stale import contradicted
 from evaluation.report.tables import records_of, stage_rows
 from evaluation.report.transfer import source_contests, transfer_records, with_transferred
 from evaluation.report.verdict import Record, record_by_the_clock, record_of, together, verdict_sets
@@ -209,8 +207,6 @@ def evaluated(
     experiment: Experiment,
     *,
     sizes: Sequence[int] = (),
-    clock: int = 0,
-    repeats: int = 3,
     transfer_from: str | None = None,
 ) -> Evaluation:
     """Replay every policy and threshold of an experiment on its trace, which is recorded first, if need be.
@@ -218,8 +214,6 @@ def evaluated(
     Args:
         experiment: names datasets, policies, heads and times.
         sizes: of continuous batches, in which every policy is replayed, too.
-        clock: number of test prompts to generate for real and time, as `clocked` does it; 0: none.
-        repeats: number of timed generations per prompt.
         transfer_from: decode.dir of an evaluation under another sampling; the settings chosen on its first dataset are
             also judged on every dataset of this one.
 
@@ -232,8 +226,6 @@ def evaluated(
         times = [contest.times for contest in next(iter(evaluation.contests.values()))]
         rows, tables = in_batches(experiment, evaluation.replays, times, sizes)
         evaluation = replace(evaluation, batches=rows, batch_tables=tables)
-    if clock:
-        evaluation = clocked(evaluation, num_prompts=clock, repeats=repeats)
     return evaluation
 
 
@@ -255,12 +247,11 @@ def clocked(evaluation: Evaluation, *, num_prompts: int, repeats: int) -> Evalua
     verdict = evaluation.verdict
     report = next(filter(contradicted, clocks), None)
     if report is not None:
-        verdict = record_by_the_clock(evaluation.contests[report.dataset][0], report, experiment)
+        verdict = record_by_the_clock(report, experiment)
     return replace(evaluation, clocks=clocks, verdict=verdict)
 
 
 def _replayed(experiment: Experiment, transfer_from: str | None, *, has_batches: bool) -> Evaluation:
-    """The evaluation without batches and clock."""
     competitors = competitors_with(experiment, experiment.heads)
     folder = trace_folder(experiment)
     folder.refuse_other()

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from decode.loop.counts import Counts
 from evaluation.contest import Contest, Result
 from evaluation.families import BASELINE
-from evaluation.gain import Gain, gain_over
+from evaluation.gain import gain_over
 from evaluation.played import Played
 from evaluation.report.conclusion import near_best
 from evaluation.traces.replay import Rounds, replay_rounds
@@ -35,9 +35,9 @@ def frame_of(contests: Iterable[Contest]) -> pd.DataFrame:
         for name, result in contest.results.items():
             row = {"dataset": contest.dataset, "times": contest.times.title, "family": name, "setting": result.label}
             gain = _on_dev(result).over(_on_dev(contest.baseline))
-            rows.append({**row, "split": "dev", "tokens_per_s": result.on_dev, **_interval(gain)})
+            rows.append({**row, "split": "dev", "tokens_per_s": result.on_dev, **gain.interval})
             gain = contest.gain(name)
-            rows.append({**row, "split": "test", "tokens_per_s": result.tokens_per_s, **_interval(gain)})
+            rows.append({**row, "split": "test", "tokens_per_s": result.tokens_per_s, **gain.interval})
     return pd.DataFrame(rows)
 
 
@@ -70,7 +70,7 @@ def threshold_curve(contest: Contest, result: Result) -> pd.DataFrame:
         gain = gain_over(contest.baseline.throughput, throughput.at(number))
         is_chosen = number == result.number
         is_equal = is_chosen or value in equal_values
-        rows.append({parameter: value, **_interval(gain), "is_chosen": is_chosen, "is_equal": is_equal})
+        rows.append({parameter: value, **gain.interval, "is_chosen": is_chosen, "is_equal": is_equal})
     return pd.DataFrame(rows).sort_values(parameter, ignore_index=True)
 
 
@@ -97,22 +97,16 @@ def parts_of(contest: Contest, traces: Sequence[Trace], by: str) -> pd.DataFrame
         base = results[BASELINE]
         for name, result in results.items():
             part = {"part": label, "num_prompts": len(base.throughput.tokens), "family": name, "setting": result.label}
-            records.append({**part, "tokens_per_s": result.tokens_per_s, **_interval(result.over(base))})
+            records.append({**part, "tokens_per_s": result.tokens_per_s, **result.over(base).interval})
     return pd.DataFrame(records)
 
 
 def _on_dev(result: Result) -> Result:
-    """The same setting on the dev prompts."""
     assert result.arm is not None, "dev chose it from an arm"
     return replace(result, played=result.arm.dev.select([result.number]))
 
 
-def _interval(gain: Gain) -> dict[str, float | None]:
-    return {"gain": gain.value, "low": gain.low, "high": gain.high}
-
-
 def _labels(rows: Sequence[TraceRow], by: str) -> list[str]:
-    """The part of each row, by its prompt."""
     if by == "category":
         return [row.category or "none" for row in rows]
     lengths = np.array([len(row.prompt_ids) for row in rows])
@@ -175,7 +169,6 @@ def _starts(rounds: Rounds) -> Int[Array, " round"]:
 
 
 def _played_in(rounds: Rounds, played: Played) -> Played:
-    """What one setting did in some of its rounds."""
     shape = played.lengths.shape
     lengths = np.zeros(shape, dtype=int)
     emitted = np.zeros(shape[:2], dtype=int)

@@ -30,8 +30,10 @@ _LOWER = 0.5
 
 def all_plots(replays: Replays, contest: Contest) -> list[Plot]:
     """All plots of one dataset but `stage_plot`, which each set of times has."""
-    plots, heads = [*thresholds(contest), draft_lengths(contest)], fastest_heads(contest.results)
-    return [*plots, reliability_plot(replays.traces.test, heads)] if heads else plots
+    plots = [*thresholds(contest), draft_lengths(contest)]
+    if heads := fastest_heads(contest.results):
+        plots.append(reliability_plot(replays.traces.test, heads))
+    return plots
 
 
 def thresholds(contest: Contest) -> list[Plot]:
@@ -108,9 +110,13 @@ def draft_lengths(contest: Contest) -> Plot:
         share = 100 * lengths / lengths.sum()
         axes.step(np.arange(len(lengths)), share, where="mid", color=colour, linestyle=line, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    caption = f"Draft lengths, where a target forward costs {contest.times.ratio:.1f} draft forwards."
-    settings = {"xlabel": "drafted tokens in a round", "ylabel": "% of rounds"}
-    return plot_of("draft_lengths", caption, figure, **settings)
+    return plot_of(
+        "draft_lengths",
+        f"Draft lengths, where a target forward costs {contest.times.ratio:.1f} draft forwards.",
+        figure,
+        xlabel="drafted tokens in a round",
+        ylabel="% of rounds",
+    )
 
 
 def reliability_plot(trace: Trace, heads: Mapping[Timing, AcceptanceHead]) -> Plot:

@@ -84,7 +84,6 @@ def replay_policy(config: Config, *, policy: Sequence[str], ratio: float | None 
 
 
 def _rows_of(dataset: str, arms: Sequence[Arm], cost: Times) -> Iterator[Row]:
-    """What every policy did on both splits of a dataset."""
     for arm in arms:
         for split, played in (("dev", arm.dev), ("test", arm.test)):
             num_prompts = len(np.unique(played.prompt_of_row))
@@ -93,7 +92,6 @@ def _rows_of(dataset: str, arms: Sequence[Arm], cost: Times) -> Iterator[Row]:
 
 
 def _sentence_of(row: Mapping[str, Any], cost: Times) -> str:
-    """What a policy did on the test prompts of one dataset."""
     return (
         f"{cost.where}: {row['policy']} on {row['num_prompts']:,} test prompts of {row['dataset']}, predicted "
         f"{row['speed_up']:.2f} times the target alone ({row['acceptance_length']:.2f} tokens per target "

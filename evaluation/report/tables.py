@@ -45,11 +45,19 @@ _REDRAWN = (
     f"{NUM_SPLITS} splits: the median gain with dev and test redrawn among the same prompts, ± its standard deviation "
     "between splits"
 )
-_COLUMNS = {"policy": ("policy", ""), "setting": ("label", ""), "gain": ("gain", ""), "speed-up": ("speed_up", ".2f")}
-_COLUMNS |= {f"{NUM_SPLITS} splits": ("splits", ""), "leads": ("leads", "")}
-_COLUMNS |= {"tokens/s": ("tokens_per_s", ".1f"), "% of oracle's tokens/s": ("percent_of_oracle", ".1f")}
-_COLUMNS |= {"discard rate": ("discard_rate", ".3f"), "verification rate": ("verification_rate", ".3f")}
-_COLUMNS |= {"acceptance length": ("acceptance_length", ".2f")}
+_COLUMNS = {
+    "policy": ("policy", ""),
+    "setting": ("label", ""),
+    "gain": ("gain", ""),
+    "speed-up": ("speed_up", ".2f"),
+    f"{NUM_SPLITS} splits": ("splits", ""),
+    "leads": ("leads", ""),
+    "tokens/s": ("tokens_per_s", ".1f"),
+    "% of oracle's tokens/s": ("percent_of_oracle", ".1f"),
+    "discard rate": ("discard_rate", ".3f"),
+    "verification rate": ("verification_rate", ".3f"),
+    "acceptance length": ("acceptance_length", ".2f"),
+}
 _MISSING = {
     PRODUCT: "not compared: decode.policies lacks it",
     HEADS: "not compared: no trained heads (acceptance-heads export)",
@@ -101,9 +109,21 @@ def records_of(
 def result_table(contest: Contest) -> Table:
     """Every family of a contest below the target alone."""
     alone = 1 / contest.times.alone_s
-    first = {"policy": family(ALONE).label, "label": "-", "gain": "", "speed_up": 1.0, "tokens_per_s": alone}
-    first |= {"splits": "", "leads": "", "discard_rate": 0.0, "verification_rate": 1.0, "acceptance_length": 1.0}
-    rows: list[dict[str, Any]] = [first | {"percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s}]
+    rows: list[dict[str, Any]] = [
+        {
+            "policy": family(ALONE).label,
+            "label": "-",
+            "gain": "",
+            "speed_up": 1.0,
+            "splits": "",
+            "leads": "",
+            "tokens_per_s": alone,
+            "percent_of_oracle": 100 * alone / contest.results[ORACLE].tokens_per_s,
+            "discard_rate": 0.0,
+            "verification_rate": 1.0,
+            "acceptance_length": 1.0,
+        }
+    ]
     for record, (name, result) in zip(records_of(contest.results, contest), contest.results.items(), strict=True):
         gain = "" if name == BASELINE else contest.gain(name).text
         cells = {"policy": family(name).label, "label": result.label, "gain": gain, "splits": "", "leads": ""}
@@ -116,8 +136,13 @@ def result_table(contest: Contest) -> Table:
         "share of splits in which it is the fastest that can be run. Bold: the best on dev of what can be run"
     )
     kinds = dict.fromkeys(BOUNDS, "bound") | {contest.best.family: "best"}
-    marks = {number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds}
-    return Table(title_of(contest), shown(rows, _COLUMNS), note, names=2, marks=marks)
+    return Table(
+        title_of(contest),
+        shown(rows, _COLUMNS),
+        note,
+        names=2,
+        marks={number: kinds[name] for number, name in enumerate(contest.results, 1) if name in kinds},
+    )
 
 
 def title_of(contest: Contest) -> str:
@@ -190,12 +215,15 @@ def stage_table(contest: Contest) -> Table:
         *([f"Beside them, over the best fixed length: {'; '.join(beside)}"] if beside else []),
         f"Chosen on dev: {'; '.join(settings)}. --all: every policy's row",
     ]
-    marks = {number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family}
-    return Table(title_of(contest), rows, ". ".join(notes), marks=marks)
+    return Table(
+        title_of(contest),
+        rows,
+        ". ".join(notes),
+        marks={number: "best" for number, name in enumerate(of_stages, 1) if name == contest.best.family},
+    )
 
 
 def _gain_line(contest: Contest, name: str) -> str:
-    """A family with the values of its setting, and its gain."""
     parts = [family(name).label, values_of(contest.results[name].setting)]
     return f"{' at '.join(filter(None, parts))}: {contest.gain(name).words}"
 

@@ -44,17 +44,19 @@ def transfer_table(target: Contest) -> Table:
     """Gains on the source set, transferred, and tuned on the target set, side by side."""
     source = target.source
     assert source is not None, "there is no table of a contest without transferred settings"
-    results = target.transferred
-    free, tuned = target.leaders[TRAINING_FREE], f"tuned on {target.dataset}"
+    free = target.leaders[TRAINING_FREE]
+    tuned = f"tuned on {target.dataset}"
+    setting = f"setting from {source.dataset}"
     rows = []
-    for name in (*results, PERFECT):
+    for name in (*target.transferred, PERFECT):
         gains = [f"{one.gain(name).value:+.1%}" if name in one.results else "" for one in (source, target)]
-        row = {"policy": family(name).label, f"setting from {source.dataset}": tuned, f"on {source.dataset}": gains[0]}
-        row |= {"transferred": "", tuned: gains[1]}
-        if result := results.get(name):
-            over = result.over(target.results[name]).text if name in target.results else ""
-            row |= {f"setting from {source.dataset}": result.label, "transferred": result.over(target.baseline).text}
-            row |= {"transferred over tuned": over, "lead": result.over(free).text}
+        row = {"policy": family(name).label, setting: tuned, f"on {source.dataset}": gains[0], "transferred": ""}
+        row[tuned] = gains[1]
+        if result := target.transferred.get(name):
+            row[setting] = result.label
+            row["transferred"] = result.over(target.baseline).text
+            row["transferred over tuned"] = result.over(target.results[name]).text if name in target.results else ""
+            row["lead"] = result.over(free).text
         rows.append(row)
     return Table(
         f"from {source.dataset} to {target.dataset}; {target.times.title}",

@@ -14,14 +14,12 @@ from decode.policies.registry import AUTO_TOKEN_PROB
 from evaluation.competitor import CALIBRATED, competes, competitors_with, words_of
 from evaluation.contest import Contest, Replays, fastest_on_dev, hold, replay_dataset, result_of
 from evaluation.costs.machine import costs_for
-from evaluation.gain import Splits
 from evaluation.report.conclusion import Range, conclude, near_best
 from evaluation.report.evaluated import Evaluation
 from evaluation.report.verdict import Record, publish_verdict, range_record, record_of, tell, verdict_sets
 from evaluation.table import Table, announce, printing
 from evaluation.times import LINE
-from evaluation.traces.recording import trace_folder
-from evaluation.traces.trace import join_traces
+from evaluation.traces.recording import join_splits, trace_folder
 from evaluation.tuning.rule import Index
 from heads.model.head import update_config
 from store.progress import Bar
@@ -91,9 +89,10 @@ def _evaluated(experiment: Experiment, ratio: float | None) -> Evaluation:
     times = costs_for(experiment, ratio)
     folder.complete()
     names = verdict_sets(experiment)
-    traces = Splits(*map(join_traces, zip(*map(folder.load, names), strict=True)))
-    has_token_rule = competes(AUTO_TOKEN_PROB, experiment)
-    replays = replay_dataset(traces, competitors, perfect_head=False, name="tune", has_token_rule=has_token_rule)
+    traces = join_splits(map(folder.load, names))
+    replays = replay_dataset(
+        traces, competitors, perfect_head=False, name="tune", has_token_rule=competes(AUTO_TOKEN_PROB, experiment)
+    )
     contest = hold(replays, times, dataset=" + ".join(names))
     return Evaluation(
         experiment=experiment,
@@ -213,6 +212,5 @@ def _range_text(within_noise: Range | None) -> str:
 
 
 def _in_json(row: Record) -> Record:
-    """A row whose records are dicts."""
     gains = {name: row[name]._asdict() for name in ("gain", "auto_gain")}
     return {**row, **gains, "within_noise": range_record(row["within_noise"])}

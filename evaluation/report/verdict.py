@@ -13,17 +13,16 @@ from typing import Any
 
 from decode.experiment import Experiment
 from decode.policies.recommended import VERDICT
-from evaluation.clock import ClockReport
+from evaluation.clock import COSTS_AGAIN, ClockReport, contradiction
 from evaluation.competitor import Arm, values_of
 from evaluation.contest import Contest, Replays, Result, hold
 from evaluation.families import BASELINE, HEADS, TRAINING_FREE, family
-from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, Splits, doubt, prompts_needed, prompts_text
+from evaluation.gain import MIN_PROMPTS, MORE_PROMPTS, doubt, prompts_needed, prompts_text
 from evaluation.played import joined
 from evaluation.report.conclusion import MIN_SHARE_AHEAD, NUM_RESAMPLES, Range, Verdict, conclude
-from evaluation.report.stale import COSTS_AGAIN, by_the_clock, clocked_speed_up, contradiction
 from evaluation.table import say
 from evaluation.times import Times
-from evaluation.traces.trace import join_traces
+from evaluation.traces.recording import join_splits
 from heads.model.files import read_head_config
 from heads.model.head import update_config
 from store.shards import write_atomic
@@ -153,8 +152,7 @@ def _unsettled(verdict: Verdict) -> Iterator[str]:
         gain = verdict.gain(group, verdict.group)
         if gain.value <= 0 or gain.is_above_noise:
             continue
-        lead = _lead(verdict, group, verdict.group)
-        clause = doubt(gain, verdict.contest.num_prompts, lead=lead)
+        clause = doubt(gain, verdict.contest.num_prompts, lead=_lead(verdict, group, verdict.group))
         yield f"{clause[0].upper()}{clause[1:]}."
 
 
@@ -213,20 +211,18 @@ def record_of(verdict: Verdict, experiment: Experiment, *, clock: ClockReport | 
     over = "as the best fixed length" if used.family == BASELINE else f"{gain.words} over the best fixed length"
     speed = f"predicted {used.tokens_per_s * contest.times.alone_s:.2f}"
     if clock is not None:
-        speed = f"on a clock {clocked_speed_up(clock, used.family):.2f}"
-    candidates = [_candidate(verdict, group, experiment) for group in verdict.candidates]
-    caveats = list(filter(None, [contest.times.caveat]))
+        speed = f"on a clock {clock.speed_up(used.family):.2f}"
     return {
         "sentence": sentence,
         "policy": policy,
         "head": experiment.head_paths.get(used.competitor.head),
         "speed": f"{speed} times as fast as the target alone, {over}, {contest.baseline.setting['k']}",
         "gain": gain._asdict(),
-        "notes": [*caveats, *notes_of(verdict)],
+        "notes": [*filter(None, [contest.times.caveat]), *notes_of(verdict)],
         "is_decided": verdict.is_decided and verdict.undecided_by_times is None,
         "dataset": contest.dataset,
         "num_prompts": contest.num_prompts,
-        "candidates": candidates,
+        "candidates": [_candidate(verdict, group, experiment) for group in verdict.candidates],
         "within_noise": range_record(verdict.near_best),
         "resampled_heads": dict(verdict.head_shares),
         "costs": contest.times.title,
@@ -234,11 +230,11 @@ def record_of(verdict: Verdict, experiment: Experiment, *, clock: ClockReport | 
     }
 
 
-def record_by_the_clock(contest: Contest, clock: ClockReport, experiment: Experiment) -> Record:
+def record_by_the_clock(clock: ClockReport, experiment: Experiment) -> Record:
     """The verdict of clocked gains, where the clock contradicts the predicted ones."""
-    record = record_of(conclude(by_the_clock(contest, clock)), experiment, clock=clock)
+    record = record_of(conclude(clock.clocked), experiment, clock=clock)
     record["sentence"] += " These gains are clocked, and contradict the predicted ones."
-    record["notes"] = [contradiction(clock, contest), *record["notes"]]
+    record["notes"] = [contradiction(clock), *record["notes"]]
     return record
 
 
@@ -261,10 +257,8 @@ def verdict_sets(experiment: Experiment) -> list[str]:
 def together(parts: Mapping[str, Replays], times: Times) -> tuple[Contest, Replays]:
     """The contest over the prompts of several datasets, and its replays; the competitors are the same on all."""
     arms = pooled([replays.arms for replays in parts.values()])
-    dev = join_traces([replays.traces.dev for replays in parts.values()])
-    test = join_traces([replays.traces.test for replays in parts.values()])
-    has_token_rule = all(replays.has_token_rule for replays in parts.values())
-    joint = Replays(Splits(dev, test), arms, has_token_rule)
+    traces = join_splits(replays.traces for replays in parts.values())
+    joint = Replays(traces, arms, all(replays.has_token_rule for replays in parts.values()))
     return hold(joint, times, dataset=" + ".join(parts)), joint
 
 

@@ -67,8 +67,7 @@ def clock_generation(decoder: SpeculativeDecoder, prompt_ids: list[int], limit: 
         if not rounds:
             first_token_s = perf_counter() - started_s
         rounds.append(round_)
-    whole_s = perf_counter() - started_s
-    return clocked_of(rounds, whole_s=whole_s, first_token_s=first_token_s)
+    return clocked_of(rounds, whole_s=perf_counter() - started_s, first_token_s=first_token_s)
 
 
 Request = tuple[list[int], int, int]
@@ -88,8 +87,7 @@ def generations_of(decoder: SpeculativeDecoder) -> Arm:
 
 def clocked_of(rounds: Sequence[Round], *, whole_s: float, first_token_s: float) -> Clocked:
     """A generation of these rounds that took `whole_s`, and `first_token_s` until its first token."""
-    later = _sums_of(rounds[1:], whole_s - first_token_s, 0.0)
-    return replace(_sums_of(rounds, whole_s, first_token_s), later=later)
+    return replace(_sums_of(rounds, whole_s, first_token_s), later=_sums_of(rounds[1:], whole_s - first_token_s, 0.0))
 
 
 def _sums_of(rounds: Sequence[Round], whole_s: float, first_token_s: float) -> Clocked:
@@ -220,27 +218,24 @@ def _repeated(
 def played_of(
     runs: Sequence[Sequence[Clocked]],
     *,
-    prompt_of_row: Sequence[int] | None = None,
     stop_kind: str = "",
     micro_stop_kind: str = "",
 ) -> Played:
-    """What several settings did, from their generations [setting][row].
+    """What several settings did, from their generations [setting][prompt].
 
     Args:
-        prompt_of_row: number of each row's prompt; None: every row is a prompt.
         stop_kind: `Policy.stop_kind` of what stops the draft.
         micro_stop_kind: that of the level below, in a hierarchy.
     """
     later = [[run.later for run in row if run.later is not None] for row in runs]
     has_later = all(len(some) == len(row) for some, row in zip(later, runs, strict=True))
-    rows = range(len(runs[0])) if prompt_of_row is None else prompt_of_row
     kinds = {"stop_kind": stop_kind, "micro_stop_kind": micro_stop_kind}
     return Played(
         counts=Counts(**{f.name: _array(runs, attrgetter(f"counts.{f.name}")) for f in fields(Counts)}),
         lengths=_lengths_of(runs),
-        prompt_of_row=np.asarray(rows, dtype=int),
+        prompt_of_row=np.arange(len(runs[0])),
         seconds={name: _array(runs, attrgetter(name)) for name in _SECONDS},
-        later=played_of(later, prompt_of_row=prompt_of_row, **kinds) if has_later else None,
+        later=played_of(later, **kinds) if has_later else None,
         **kinds,
     )
 

@@ -90,8 +90,13 @@ def clock_dataset(
     runners += [result for name, result in contest.results.items() if name not in REPLAYED]
     on_clock = clock(loop, runners, test.select(rows), rows, repeats=repeats, name=contest.dataset)
     num_left_out = len(rows) - len(on_clock[0].prompt_of_row)
-    about = about_clock(on_clock[0], num_left_out, num_repeats=repeats)
-    return report_of(on_clock, runners, contest.times, dataset=contest.dataset, about=about)
+    return report_of(
+        on_clock,
+        runners,
+        contest.times,
+        dataset=contest.dataset,
+        about=about_clock(on_clock[0], num_left_out, num_repeats=repeats),
+    )
 
 
 def clocked_rows(trace: Trace, num_prompts: int) -> list[int]:

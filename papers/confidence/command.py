@@ -143,8 +143,7 @@ def _read(
         max_logit = (largest - torch.log(-torch.expm1(largest))).clamp(-40, 40)
         logits = [draft.confidence(states).float().cpu()]
         for head in heads.values():
-            logit = head(features.hidden, head.inputs.stacked(features.scalars))
-            logits.append(head.calibrated_logit(logit))
+            logits.append(head.calibrated_logit(head(features.hidden, head.inputs.stacked(features.scalars))))
         prob = batch["drawn"].acceptance_prob
         parts.append((features.row_lengths, features.scalars[RATE], prob, max_logit, *logits))
     lengths, *columns = map(torch.cat, zip(*parts, strict=True))

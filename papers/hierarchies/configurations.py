@@ -72,7 +72,6 @@ def hierarchies_of(
 def _with_heads(
     made: Callable[..., Competitor], trio: PairModels, heads: Mapping[str, AcceptanceHead], max_rejection_prob: float
 ) -> list[Competitor]:
-    """Plain speculation and full HSDDW, stopped by heads."""
     policies = tuple(
         HeadPolicy(head, max_rejection_prob=max_rejection_prob, is_calibrated=True) for head in heads.values()
     )

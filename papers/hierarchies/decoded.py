@@ -54,12 +54,12 @@ class Decoded:
 
 def decoded_of(competitor: Competitor, runs: Sequence[Sequence[Clocked]]) -> Decoded:
     """A competitor from its generations [setting][prompt], every forward attributed to the model that ran it."""
-    micro_kind = competitor.micro_policy.stop_kind if competitor.micro_policy else ""
-    played = played_of(runs, stop_kind=competitor.policy.stop_kind, micro_stop_kind=micro_kind)
-    if competitor.family == MICRO_ALONE:
-        later = None if played.later is None else _drafted_by_micro(played.later)
-        played = replace(_drafted_by_micro(played), later=later)
-    return Decoded(competitor, played)
+    played = played_of(
+        runs,
+        stop_kind=competitor.policy.stop_kind,
+        micro_stop_kind=competitor.micro_policy.stop_kind if competitor.micro_policy else "",
+    )
+    return Decoded(competitor, _drafted_by_micro(played) if competitor.family == MICRO_ALONE else played)
 
 
 def _drafted_by_micro(played: Played) -> Played:
@@ -70,7 +70,7 @@ def _drafted_by_micro(played: Played) -> Played:
         num_micro_forwards=forwards,
         num_micro=played.counts.num_drafted,
     )
-    return replace(played, counts=counts)
+    return replace(played, counts=counts, later=played.later and _drafted_by_micro(played.later))
 
 
 class StoredLoop:
@@ -158,5 +158,4 @@ def version_of(*policies: Policy) -> str:
 
 def run_key(experiment: Experiment, levels: Sequence[Level]) -> str:
     """A digest of everything that decides seconds and is in neither the manifest nor a competitor's key."""
-    models = models_key(experiment, *levels)
-    return digest(dumps([models, machine_key(experiment)], sort_keys=True))[:16]
+    return digest(dumps([models_key(experiment, *levels), machine_key(experiment)], sort_keys=True))[:16]

@@ -58,7 +58,6 @@ def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> li
     plain = next(member.played for member in decoded if member.competitor.family == PLAIN)
     for member in decoded:
         result = member.result()
-        played = member.played
         counts = member.played.total()
         rows.append(
             {
@@ -71,9 +70,9 @@ def hierarchy_rows(decoded: Sequence[Decoded], times: Times, given: Times) -> li
                 "acceptance_length": counts.acceptance_length,
                 "tokens_per_s": result.tokens_per_s,
                 **flat({"speedup": result.over(alone).speed(1.0)}),
-                "speedup_modelled": best_setting(played, times)[1] * times.alone_s,
-                "speedup_at_ratios": best_setting(played, given)[1] * given.alone_s,
-                "break_even": break_even(played, plain, times) if member.num_levels == 3 else None,
+                "speedup_modelled": best_setting(member.played, times)[1] * times.alone_s,
+                "speedup_at_ratios": best_setting(member.played, given)[1] * given.alone_s,
+                "break_even": break_even(member.played, plain, times) if member.num_levels == 3 else None,
             }
         )
     return rows
@@ -115,17 +114,21 @@ def third_level_frame(decoded: Sequence[Decoded], times: Times, shares: Mapping[
     for draft_ratio, micro_ratio in product(sorted({*_DRAFT_RATIOS, measured_ratio}), _FINE):
         at = at_ratios(micro_ratio * draft_ratio, draft_ratio, shares)
         (plain, of_plain, plain_speed), (best, of_best, speed) = fastest_sides(decoded, at)
-        low = high = None
+        row = {
+            "draft_ratio": draft_ratio,
+            "micro_ratio": micro_ratio,
+            "is_here": draft_ratio == measured_ratio,
+            "gain": speed / plain_speed - 1,
+            "low": None,
+            "high": None,
+            "plain": result_name(plain.result(of_plain)),
+            "hierarchy": result_name(best.result(of_best)),
+        }
         if micro_ratio in MICRO_RATIOS:  # a bootstrap for every point of the fine grid would take minutes
-            pair = at.throughput(plain.played).at(of_plain), at.throughput(best.played).at(of_best)
-            interval = gain_over(*pair)
-            low = interval.low
-            high = interval.high
-        names = result_name(plain.result(of_plain)), result_name(best.result(of_best))
-        is_here = draft_ratio == measured_ratio
-        rows.append((draft_ratio, micro_ratio, is_here, speed / plain_speed - 1, low, high, *names))
-    columns = ["draft_ratio", "micro_ratio", "is_here", "gain", "low", "high", "plain", "hierarchy"]
-    return pd.DataFrame(rows, columns=columns)
+            gain = gain_over(at.throughput(plain.played).at(of_plain), at.throughput(best.played).at(of_best))
+            row |= {"low": gain.low, "high": gain.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def result_name(result: Result) -> str:

@@ -33,8 +33,12 @@ Columns = Callable[[Played], Sequence[Array]]
 
 def at_ratios(t_micro: float, t_draft: float, shares: Mapping[str, float]) -> Times:
     """Times in target forwards; `shares`: t_stop / t_draft of each kind of stop."""
-    t_stop_s = {kind: share * t_draft for kind, share in shares.items()}
-    return Times(Curve.line(t_draft), Curve.line(1.0), t_stop_s=t_stop_s, t_micro_s=t_micro)
+    return Times(
+        Curve.line(t_draft),
+        Curve.line(1.0),
+        t_stop_s={kind: share * t_draft for kind, share in shares.items()},
+        t_micro_s=t_micro,
+    )
 
 
 def redundancy(counts: Counts) -> float:
@@ -75,10 +79,14 @@ def fit_times(decoded: Sequence[Decoded]) -> tuple[Times, float]:
             f"the generations give t_draft {t_draft_s:g} s and t_target {t_target_s:g} s; "
             "raise decode.num_dev and decode.num_test, or run on a quieter machine"
         )
-    stop_s = dict(zip(kinds, t_stop_s, strict=True))
-    draft = Curve.line(t_draft_s)
-    target = Curve.line(t_target_s)
-    return Times(draft, target, "fitted", t_stop_s=stop_s, t_micro_s=t_micro_s), r2
+    times = Times(
+        Curve.line(t_draft_s),
+        Curve.line(t_target_s),
+        "fitted",
+        t_stop_s=dict(zip(kinds, t_stop_s, strict=True)),
+        t_micro_s=t_micro_s,
+    )
+    return times, r2
 
 
 def fitted_seconds(

@@ -72,23 +72,29 @@ def form_rows(rates: tuple[float, float, float], costs: forms.Rates) -> Iterator
     for rate, cost in zip(rates, costs, strict=False):
         best = forms.best_draft_length(rate, cost)
         for length in sorted({0, 1, max(best - 2, 0), best, best + 2}):
-            setting = f"a={rate} K={length}"
             tokens = forms.expected_tokens(rate, length)
-            if length == best:
-                setting += " (best)"
-            row = {"form": "Leviathan", "setting": setting, "tokens": tokens}
-            yield row | {"speedup": forms.speedup(tokens, cost * length)}
+            yield {
+                "form": "Leviathan",
+                "setting": f"a={rate} K={length}{' (best)' if length == best else ''}",
+                "tokens": tokens,
+                "speedup": forms.speedup(tokens, cost * length),
+            }
     for (m, n), (form, (tokens_of, of)) in product(_SCHEDULES, schedules_of(rates).items()):
-        row = {"form": form, "setting": f"m={m} n={n}", "tokens": tokens_of(of, m=m, n=n)}
-        yield row | {"speedup": forms.schedule_speedup(tokens_of, of, costs, m=m, n=n)}
+        yield {
+            "form": form,
+            "setting": f"m={m} n={n}",
+            "tokens": tokens_of(of, m=m, n=n),
+            "speedup": forms.schedule_speedup(tokens_of, of, costs, m=m, n=n),
+        }
 
 
 def schedules_of(rates: tuple[float, float, float]) -> dict[str, tuple[forms.Tokens, forms.Rates]]:
     """Algorithm with three models -> its form and its two rates."""
     small, medium, inner = rates
-    chen = (forms.interleaved_tokens, (small, medium))
-    pre_verified = (forms.pre_verified_tokens, (inner, medium))
-    return {"Chen": chen, "pre-verified": pre_verified}
+    return {
+        "Chen": (forms.interleaved_tokens, (small, medium)),
+        "pre-verified": (forms.pre_verified_tokens, (inner, medium)),
+    }
 
 
 def best_settings(rates: tuple[float, float, float], costs: forms.Rates) -> dict[str, tuple[dict[str, int], float]]:
@@ -118,16 +124,20 @@ def plot_interleaved(path: Path, *, rates: forms.Rates, costs: forms.Rates) -> N
     small_rates = [medium * step / 20 for step in range(4, 21)]
     best = [best_settings((rate, medium, rate), costs) for rate in small_rates]
     at_best.plot(small_rates, [of["small alone"][1] for of in best], label="small alone, best K")
-    label = "interleaved, best m and n"
-    at_best.plot(small_rates, [of[_CHEN][1] for of in best], "--", color="tab:red", label=label)
+    series = [of[_CHEN][1] for of in best]
+    at_best.plot(small_rates, series, "--", color="tab:red", label="interleaved, best m and n")
     at_best.axhline(best[0]["medium alone"][1], color="tab:green", label="medium alone, best K")
     n = "n, small tokens per block"
     gain = "speed-up over the target alone"
-    title = f"rates {small} and {medium}, costs {costs[0]} and {costs[1]} target forwards"
     tokens.set(title="closed form", xlabel=n, ylabel="tokens per target forward")
-    speed.set(title=title, xlabel=n, ylabel=gain)
-    title = f"each at its best; medium's rate {medium}"
-    at_best.set(title=title, xlabel="acceptance rate of the small model", ylabel=gain)
+    speed.set(
+        title=f"rates {small} and {medium}, costs {costs[0]} and {costs[1]} target forwards", xlabel=n, ylabel=gain
+    )
+    at_best.set(
+        title=f"each at its best; medium's rate {medium}",
+        xlabel="acceptance rate of the small model",
+        ylabel=gain,
+    )
     tokens.legend(frameon=False)
     at_best.legend(frameon=False)
     figure.savefig(path, dpi=120)

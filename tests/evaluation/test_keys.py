@@ -11,9 +11,8 @@ from configs.flag_types import RaceRules
 from decode.experiment import Experiment
 from decode.policies import HeadPolicy
 from evaluation import keys
-from evaluation.batches.curves import curves_store
 from evaluation.bench.race import Race
-from evaluation.costs.machine import kept_costs, key_of, loop_key
+from evaluation.costs.machine import curves_store, kept_costs, key_of, loop_key
 from heads import AcceptanceHead
 from heads.model.head import Provenance
 from papers.hierarchies import decoded

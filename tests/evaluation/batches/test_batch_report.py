@@ -9,14 +9,14 @@ from configs.flag_types import sizes_of
 from configs.schema import DecodeConfig
 from decode.experiment import Experiment
 from decode.policies.scores import ScoreHead
-from evaluation.batches.curves import setups_of
 from evaluation.batches.load import load_at, queue_of, step_through
 from evaluation.competitor import bounds, competitors_of
 from evaluation.contest import Contest, Replays, fastest_on_dev, replay_arms
 from evaluation.families import AUTO
 from evaluation.gain import Splits
 from evaluation.report import batches
-from evaluation.report.batches import contests_of, in_batches
+from evaluation.report.batches import contests_of, in_batches, setups_of
+from evaluation.table import flat
 from evaluation.times import RECORDED, StopShares
 from evaluation.traces.replay import replay_rounds
 from evaluation.tuning.rule import batch_auto_for
@@ -37,7 +37,7 @@ def replays():
 
 def rows_at(replays, setup, sizes):
     [rows] = contests_of(replays, [setup], sizes)
-    return rows
+    return list(map(flat, rows))
 
 
 def with_share(times, share):

@@ -13,6 +13,7 @@ from evaluation.bench import batch_sizes
 from evaluation.bench.arms import HEURISTICALLY, assisted, constant
 from evaluation.bench.batch_sizes import curves_of, measure_sizes, size_table, size_verdict
 from evaluation.costs.measure import Loop
+from evaluation.gain import Gain
 from evaluation.sources.clock import generations_of
 from heads import AcceptanceHead
 from lm import Sampling
@@ -111,10 +112,10 @@ def test_every_policy_has_a_row_at_every_size_and_auto_runs_with_the_curves_of_b
     for size in (1, 3):
         fixed = [row for row in rows if row["batch_size"] == size and row["policy"] in ("none", "two")]
         assert max(row["against_fixed"] for row in fixed) >= 1.0
-        assert all(row["low"] <= row["gain"] <= row["high"] for row in fixed), "intervals over turns"
+        assert all(row["gain"].low <= row["gain"].value <= row["gain"].high for row in fixed), "intervals over turns"
     assert len(size_table(rows).rows) == 4
     speeds = {"none": 90.0, "two": 100.0, "own": 110.0, "auto": 1.0}
-    gain = {"gain": 0.1, "low": 0.05, "high": 0.15}
+    gain = {"gain": Gain(0.1, 0.05, 0.15, None)}
     made = [row | gain | {"tokens_per_s": speeds[row["policy"]]} for row in rows]
     sentence = "In batches of 3, own is faster than the best fixed length by more than noise, +10.0 % (5.0, 15.0)."
     assert size_verdict(made).endswith(sentence)

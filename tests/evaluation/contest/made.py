@@ -23,10 +23,8 @@ SETTINGS = {BASELINE: {"k": 7}, PRODUCT: {"min_token_prob": 0.0474}, "head_drawn
 
 def clocked_as(tokens: np.ndarray, seconds: np.ndarray) -> Played:
     """One setting that wrote so many tokens to each prompt in so many seconds."""
-    counts = Counts(num_emitted=tokens[None])
-    return Played(
-        counts, np.zeros((1, len(tokens), 1), dtype=int), np.arange(len(tokens)), seconds={"whole_s": seconds[None]}
-    )
+    lengths = np.zeros((1, len(tokens), 1), dtype=int)
+    return Played(Counts(num_emitted=tokens[None]), lengths, np.arange(len(tokens)), seconds={"whole_s": seconds[None]})
 
 
 def contest_at(

@@ -8,12 +8,11 @@ import pytest
 from decode.experiment import Experiment
 from decode.policies import CumulativeTokenProb, FixedLength
 from decode.policies.batch import Curve
-from evaluation.clock import ClockReport, report_of
+from evaluation.clock import ClockReport, contradicted, contradiction, report_of, stale_times
 from evaluation.competitor import Arm, Competitor
 from evaluation.contest import Contest, Result, result_of
 from evaluation.families import ALONE, BASELINE, PRODUCT
 from evaluation.report.conclusion import conclude
-from evaluation.report.stale import by_the_clock, clocked_speed_up, contradiction, stale_times
 from evaluation.report.verdict import record_by_the_clock, record_of
 from evaluation.times import Times
 from evaluation.traces.replay import replay_settings
@@ -65,26 +64,23 @@ def clocked(runners: list[Result], true: Times) -> ClockReport:
 def test_the_times_that_the_clock_contradicts_are_named_with_the_command_that_renews_them(runners, changes, stale):
     report = clocked(runners, replace(COST, **changes))
     assert stale_times(report) == stale
-    contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
-    sentence = contradiction(report, contest)
-    assert ("`acceptance-heads costs --again`" in sentence) == bool(stale)
+    sentence = contradiction(report)
+    assert bool(contradicted(report)) == bool(stale)
+    assert "`acceptance-heads costs --again`" in sentence
     assert all(name in sentence for name in stale)
-    if stale:
-        given = contradiction(report, replace(contest, times=replace(COST, origin="given")))
-        assert "leave out the given times" in given
+    given = replace(report, predicted=replace(report.predicted, times=replace(COST, origin="given")))
+    assert "leave out the given times" in contradiction(given)
 
 
 def test_the_contest_by_the_clock_has_the_clocked_gains(runners):
     true = replace(COST, t_stop_s={"token_prob": 0.008})
     report = clocked(runners, true)
     contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
-    on_clock = by_the_clock(contest, report)
-    assert list(on_clock.results) == [BASELINE, PRODUCT]
     (row,) = (row for row in report.rows if row["family"] == PRODUCT)
-    assert on_clock.gain(PRODUCT) == row["clocked_gain"]
-    assert on_clock.gain(PRODUCT).value < contest.gain(PRODUCT).value
+    assert report.clocked.gain(PRODUCT) == row["clocked_gain"]
+    assert report.clocked.gain(PRODUCT).value < contest.gain(PRODUCT).value
     alone, product = (true.tokens_per_s(runner.played)[0] for runner in (runners[0], runners[2]))
-    assert clocked_speed_up(report, PRODUCT) == pytest.approx(product / alone)
+    assert report.speed_up(PRODUCT) == pytest.approx(product / alone)
 
 
 def test_the_verdict_follows_a_clock_that_contradicts_the_prediction(runners):
@@ -93,7 +89,7 @@ def test_the_verdict_follows_a_clock_that_contradicts_the_prediction(runners):
     contest = Contest("made", COST, {runner.family: runner for runner in runners[1:]})
     report = clocked(runners, replace(COST, t_stop_s={"token_prob": 0.008}))
     predicted = record_of(conclude(contest), Experiment(config))
-    record = record_by_the_clock(contest, report, Experiment(config))
+    record = record_by_the_clock(report, Experiment(config))
     assert predicted["policy"].startswith(PRODUCT)
     assert record["policy"].startswith(BASELINE)
     assert "contradict the predicted ones" in record["sentence"]

@@ -122,7 +122,8 @@ def test_played_generations_have_the_clocks_throughput_and_percentiles_of_their_
         lengths = (0, *[0] * num_rounds, num_rounds)
         return Clocked(counts=counts, lengths=lengths, whole_s=seconds, first_token_s=seconds / 10)
 
-    played = played_of([[run(float(s), 1 + s % 2) for s in range(1, 22)]], prompt_of_row=[*range(20), 0])
+    runs = [[run(float(s), 1 + s % 2) for s in range(1, 22)]]
+    played = replace(played_of(runs), prompt_of_row=np.array([*range(20), 0]))
     assert played.throughput.seconds[0, 0] == 1.0 + 21.0, "turns of one conversation count together"
     assert played.throughput.tokens[0, 0] == 20
     latency = {"request_p50_s": 11.0, "request_p95_s": 20.0, "first_token_p50_s": 1.1, "first_token_p95_s": 2.0}

@@ -18,9 +18,8 @@ from decode.experiment import Experiment
 from decode.policies import Entropy
 from decode.policies.auto import Auto
 from decode.policies.batch import BatchCosts, Curve
-from evaluation.batches.curves import keep_curves
 from evaluation.contest import replay_dataset
-from evaluation.costs.machine import kept_costs, key_of
+from evaluation.costs.machine import keep_curves, kept_costs, key_of
 from evaluation.costs.machine import verdict_of as costs_verdict
 from evaluation.report.replay import at_costs, lengths_text
 from evaluation.traces.disk import record
