@@ -34,7 +34,7 @@ class ModelledText:
 
     Attributes:
         hidden: [rows, hidden] final hidden states (after the final norm, as the LM head reads them) of the rows
-            that the last forward returned; may be None unless `with_hidden`.
+            that the last forward returned; may be None unless `keep_hidden` was called.
         device: device that takes token ids.
         num_prompt: tokens of the text that are fed at once, which `max_length` may depend on.
     """
@@ -105,7 +105,9 @@ class ModelledText:
         return self.model.get_input_embeddings()(tokens.to(self.device)).to(tokens.device)
 
     def keep_hidden(self) -> None:
-        """Keep final hidden states from now on (`with_hidden`); ValueError if the model has none."""
+        """Keep final hidden states from now on, at the cost of a hook if the model is more than body and head;
+        ValueError if the model has none.
+        """
         forwards.lm_head_of(self.model)
         self.with_hidden = True
 
@@ -131,20 +133,16 @@ class CachedModel(ModelledText):
         model: PreTrainedModel,
         *,
         vocab_size: int | None = None,
-        with_hidden: bool = False,
         holds_trees: bool = False,
         recorder: Any = None,
     ) -> None:
-        """Any causal language model of transformers whose cache can be rolled back. `with_hidden` keeps the final
-        hidden states, and costs a hook if the model is more than body and head; `feed_tree` and `keep` need
-        `holds_trees`; `recorder` records what a feature draft reads. ValueError for a model in train mode, whose
-        cache cannot be rolled back or hold a tree, or that lacks hidden states or features.
+        """Any causal language model of transformers whose cache can be rolled back. `feed_tree` and `keep` need
+        `holds_trees`; `recorder` records what a feature draft reads. ValueError for a model in train mode, or whose
+        cache cannot be rolled back or hold a tree.
         """
         super().__init__(model, vocab_size=vocab_size)
         self.check_mode()
         self.recorder = recorder
-        if with_hidden:
-            self.keep_hidden()
         self.holds_trees = holds_trees
         self._parameters = signature(type(model).forward).parameters
         self._make_cache(CAPACITY)

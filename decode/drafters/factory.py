@@ -20,17 +20,14 @@ class PairModels:
         pair: Pair | Callable[[], Pair],
         *,
         holds_trees: bool = False,
-        with_hidden: bool = False,
         model_class: ModelClass | None = None,
     ) -> None:
         """Args:
         pair: loaded, or a function that loads it at the first use of a model.
         holds_trees: make models that hold trees; they can draft chains too.
-        with_hidden: draft and micro keep hidden states, for heads at any level; False: only the draft, if it has heads.
         model_class: class of target and draft, if not the one for `holds_trees`.
         """
         self._load = (lambda: pair) if isinstance(pair, Pair) else pair
-        self._with_hidden = with_hidden
         self._model_class = model_class or partial(CachedModel, holds_trees=holds_trees)
         self.drafts: dict[bool, CachedModel | FeatureModel] = {}
         """Drafts made so far, by whether they keep hidden states, which a feature draft always does."""
@@ -46,9 +43,9 @@ class PairModels:
 
     def draft_for(self, policy: Policy) -> Any:
         """The draft, with hidden states if the policy has heads."""
-        key = bool(policy.heads) or self._with_hidden or isinstance(self.pair.drafting, FeatureDraft)
+        key = bool(policy.heads) or isinstance(self.pair.drafting, FeatureDraft)
         if key not in self.drafts:
-            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._model_class, with_hidden=key)
+            self.drafts[key] = draft_of(self.pair.drafting, self.target, self._model_class)
         return self.drafts[key]
 
     @cached_property
@@ -61,7 +58,7 @@ class PairModels:
     def micro(self) -> CachedModel:
         """The smallest model of a hierarchy, for which `Experiment` checks the config."""
         assert self.pair.micro is not None
-        return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size, with_hidden=self._with_hidden)
+        return CachedModel(self.pair.micro, vocab_size=self.pair.vocab_size)
 
     def drafter(self, policy: Policy, shape: Shape | None = None, *, read_every: int = 1) -> Drafter:
         """The drafter of a policy, of chains or of trees of this shape."""

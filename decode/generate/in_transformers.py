@@ -13,7 +13,7 @@ distribution of `generate` without a draft (docs/transformers.md, also on greedy
                           without guidance; and what `generate` passes to no callable: its own `streamer` (bind one with
                           functools.partial), `assistant_model`, `synced_gpus`, `tokenizer`, `assistant_tokenizer`. It
                           therefore refuses `stop_strings`: use `StopStringCriteria` among the stopping criteria.
-    refused               with a ValueError that names it: every other keyword that is not None, and what `_refusals`
+    refused               with a ValueError that names it: every other keyword that is not None, and what `_check_call`
                           lists; a text that exceeds the target's context; a head that was trained with another draft,
                           target or sampling, unless `allow_foreign_heads`.
 """
@@ -64,8 +64,10 @@ _ASSISTED: dict[str, int | float | str] = {
 _SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 # keywords that `generate` prepares by itself
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
-_MODES = ["num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"]
-_MODES += ["force_words_ids"]
+_MODES = (
+    *("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"),
+    "force_words_ids",
+)
 _CALL = "target.generate(…, custom_generate=speculative_generate, draft_model=draft)"
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # processors that are not functions of the tokens
@@ -138,12 +140,12 @@ def speculative_generate(
     draft = _loaded(draft_model, model)
     if (config := generation_config) is None:
         raise ValueError(f"speculative_generate is not called alone; call {_CALL}")
-    _check(_refusals(model, input_ids, config, logits_processor or [], model_kwargs))
+    _check_call(model, input_ids, config, logits_processor or [], model_kwargs)
     policy = _policy_of(policy, config)
     if not allow_foreign_heads:
         _check_heads(policy, draft, model, config)
     target = target_of(model, draft, vocab_size=vocab_size)
-    drafter = ModelDrafter(draft_of(draft, target, with_hidden=bool(policy.heads)), policy)
+    drafter = ModelDrafter(draft_of(draft, target), policy)
     sampling = _sampling_of(logits_processor, config, model)
     decoder = SpeculativeDecoder(target, drafter, sampling=sampling, max_draft_length=max_draft_length)
     with closing(_rounds(decoder, input_ids, stopping_criteria or [], config, generator)) as rounds:
@@ -239,50 +241,50 @@ def _rounds(
             yield round_
 
 
-def _check(refusals: Iterator[str]) -> None:
-    """Raise ValueError with the first reason, if there is one; those after it are not looked for."""
-    for reason in refusals:
-        raise ValueError(f"speculative_generate does not support {reason}")
-
-
-def _refusals(
+def _check_call(
     model: PreTrainedModel,
     input_ids: Tensor,
     config: GenerationConfig,
     processors: Sequence[object],
     kwargs: dict[str, Any],
-) -> Iterator[str]:
-    """What speculative_generate does not support in this call."""
+) -> None:
+    """Raise ValueError for the first thing in this call that is not supported."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         modes = [f"{name}={value}" for name in _MODES if (value := getattr(config, name, None)) not in (None, False, 1)]
-        yield f"{', '.join(modes) or mode.value}; unset it, for greedy search or sampling"
+        raise _unsupported(f"{', '.join(modes) or mode.value}; unset it, for greedy search or sampling")
     if len(input_ids) != 1:
-        yield f"a batch of {len(input_ids)} (or num_return_sequences > 1); generate one sequence at a time"
+        raise _unsupported(
+            f"a batch of {len(input_ids)} (or num_return_sequences > 1); generate one sequence at a time"
+        )
     if model.config.is_encoder_decoder:
-        yield "encoder-decoder models; use a decoder-only target"
+        raise _unsupported("encoder-decoder models; use a decoder-only target")
     if kwargs.get("inputs_embeds") is not None:
-        yield "prompts given as inputs_embeds; pass input_ids"
+        raise _unsupported("prompts given as inputs_embeds; pass input_ids")
     mask = kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
-        yield "padded prompts; remove the padding"
+        raise _unsupported("padded prompts; remove the padding")
     positions = kwargs.get("position_ids")
     if positions is not None and bool((positions != torch.arange(positions.shape[-1], device=positions.device)).any()):
-        yield "position_ids other than 0, 1, 2, ...; leave them out"
+        raise _unsupported("position_ids other than 0, 1, 2, ...; leave them out")
     if any(map(_is_users, (kwargs.get("past_key_values"), kwargs.get("cache_params")))):
-        yield "a cache handed in, which it would not fill; leave it out"
+        raise _unsupported("a cache handed in, which it would not fill; leave it out")
     if config.cache_implementation not in (None, "dynamic"):
-        yield f"cache_implementation={config.cache_implementation!r}; leave it unset"
+        raise _unsupported(f"cache_implementation={config.cache_implementation!r}; leave it unset")
     if impure := [type(processor).__name__ for processor in processors if isinstance(processor, _IMPURE)]:
-        yield f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out"
+        raise _unsupported(f"{', '.join(impure)} (guidance_scale, watermarking_config); leave it out")
     if any(getattr(config, name, False) for name in _OUTPUTS):
-        yield f"{', '.join(_OUTPUTS)}; leave them off"
+        raise _unsupported(f"{', '.join(_OUTPUTS)}; leave them off")
     for name, value in kwargs.items():
         is_unset = value is None or value is False or (isinstance(value, Mapping) and not value)
         if not is_unset and name not in _PREPARED:
             shape = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             what = "images, sounds or videos" if name == "mm_encoder_outputs" else f"{name} ({shape})"
-            yield f"{what}: only token ids are read, so it would have no effect; leave it out"
+            raise _unsupported(f"{what}: only token ids are read, so it would have no effect; leave it out")
+
+
+def _unsupported(what: str) -> ValueError:
+    return ValueError(f"speculative_generate does not support {what}")
 
 
 def _is_users(cache: object) -> bool:

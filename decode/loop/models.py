@@ -30,7 +30,7 @@ def cached(
     `needed_by`, for a wrapped model that holds no trees, or one that lacks the hidden states that are needed.
     """
     if isinstance(model, PreTrainedModel):
-        return CachedModel(model, vocab_size=vocab_size, with_hidden=with_hidden, holds_trees=holds_trees)
+        model = CachedModel(model, vocab_size=vocab_size, holds_trees=holds_trees)
     if holds_trees and not model.holds_trees:
         raise ValueError(f"a {type(needed_by).__name__} needs models that hold trees; pass holds_trees=True to each")
     if with_hidden and not isinstance(model, FeatureModel) and not model.with_hidden:
@@ -50,11 +50,13 @@ def target_of(
 
 
 def draft_of(
-    drafting: Drafting, target: CachedModel, model_class: ModelClass = CachedModel, *, with_hidden: bool
+    drafting: Drafting, target: CachedModel, model_class: ModelClass = CachedModel
 ) -> CachedModel | FeatureModel:
-    """The model that drafts for a target of `target_of`: a `CachedModel` itself. Feature drafts keep hidden states."""
+    """The model that drafts for a target of `target_of`: a `CachedModel` itself. Its drafter makes it keep what heads
+    read.
+    """
     if isinstance(drafting, CachedModel):
-        return drafting  # whose drafter makes it keep what heads read
+        return drafting
     if isinstance(drafting, FeatureDraft):
         return feature_model(drafting, target, vocab_size=target.num_logits)
-    return model_class(drafting, vocab_size=target.num_logits, with_hidden=with_hidden)
+    return model_class(drafting, vocab_size=target.num_logits)

@@ -43,7 +43,7 @@ def hierarchy(
         path: experiment.load_head(path, drafting=low, verifying=high)
         for path, (low, high) in zip(level_heads or (), BETWEEN, strict=False)
     }
-    trio = PairModels(lambda: experiment.pair, with_hidden=bool(heads))
+    trio = PairModels(lambda: experiment.pair)
     competitors = hierarchies_of(experiment, trio, heads, max_rejection_prob=max_rejection_prob)
     # at other times than this machine's a stop costs what it does in a replay
     shares = shares_of(experiment, policies_by_kind(list(heads.values())), {}).of

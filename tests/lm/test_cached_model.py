@@ -35,7 +35,8 @@ def test_models_are_taken_apart_only_where_nothing_follows_the_head(config, has_
     assert (body_and_lm_head(model) is not None) == has_halves
     states, expected = hidden_states(model, [TOKENS], [0]), model(torch.tensor([TOKENS])).logits[0].detach()
     torch.testing.assert_close(logits_of(model, states, 40), expected)
-    cached = CachedModel(model, with_hidden=True)
+    cached = CachedModel(model)
+    cached.keep_hidden()
     for length in (3, 5, 6, 7):
         logits = cached.feed(TOKENS[len(cached) : length], 1 if length == 3 else length - len(cached))
         hidden = cached.hidden
@@ -62,7 +63,8 @@ def test_two_threads_on_one_model_read_their_own_hidden_states(kind):
 
     def states_of(text):
         if kind == "heads":
-            cached = CachedModel(model, with_hidden=True)
+            cached = CachedModel(model)
+            cached.keep_hidden()
             cached.feed(text, len(text))
             return cached.hidden
         with torch.inference_mode(), recorded([model.model.layers[0]]) as seen:

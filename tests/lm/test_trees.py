@@ -124,12 +124,15 @@ def test_what_is_no_tree_no_law_or_no_holder_of_trees_is_refused(refused, messag
 
 def _model() -> CachedModel:
     model = random_llama(vocab_size=12, initializer_range=0.4, max_position_embeddings=128)
-    return CachedModel(model, with_hidden=True, holds_trees=True)
+    cached = CachedModel(model, holds_trees=True)
+    cached.keep_hidden()
+    return cached
 
 
 def assert_tree_is_its_paths(cached: CachedModel) -> None:
     """Trees fed at once and level by level, kept and rolled back, give what each path gives alone."""
-    alone, text = CachedModel(cached.model, with_hidden=True), [1, 2, 3, 4] * 10  # longer than what is fed with a tree
+    alone, text = CachedModel(cached.model), [1, 2, 3, 4] * 10  # longer than what is fed with a tree
+    alone.keep_hidden()
     tree = Tree((5, 6, 7, 5, 8, 2), (-1, -1, 0, 1, 1, 3))
     for turn in range(3):
         if turn % 2:

@@ -78,7 +78,8 @@ GREEDY = Sampling(temperature=0.0)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_cached_logits_equal_uncached_ones_under_random_appends_and_roll_backs(architecture):
     model, _ = random_pair(architecture)
-    cached = CachedModel(model, with_hidden=True)
+    cached = CachedModel(model)
+    cached.keep_hidden()
     generator, tokens = seeded(), [1, 2, 3]
     for _ in range(25):
         num_new, num_dropped = (int(torch.randint(high, (), generator=generator)) for high in (5, 6))

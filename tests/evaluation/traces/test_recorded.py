@@ -51,7 +51,8 @@ def prefixes(trace: Trace) -> list[list[int]]:
 
 def alone(which: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and hidden state of one model over one sequence, with nothing batched or cached."""
-    cached = CachedModel(which, with_hidden=True)
+    cached = CachedModel(which)
+    cached.keep_hidden()
     logits = cached.feed(ids)[-1]
     return logits, cached.hidden[-1]
 
