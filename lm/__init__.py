@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lm.pair import Pair, check_width, load_model, load_pair, load_pair_tokenizer, model_config, vocab_size_of
     from lm.sampling import Sampling
     from lm.signals import cross_entropy, entropy
-    from lm.verification import acceptance_prob, acceptance_rate, next_dist, num_accepted, residual_probs, verify
+    from lm.verification import acceptance_prob, acceptance_rate, next_dist, residual_probs, verify
 else:
     __getattr__ = lazy_exports(
         __name__,
@@ -48,7 +48,6 @@ else:
             "acceptance_prob": "lm.verification",
             "acceptance_rate": "lm.verification",
             "next_dist": "lm.verification",
-            "num_accepted": "lm.verification",
             "residual_probs": "lm.verification",
             "verify": "lm.verification",
         },

@@ -111,9 +111,8 @@ class BufferLayer(DynamicLayer):
             self.length = other.length
         end = self.first + self.length
         rows = rows.to(self._keys.device)
-        for buffer in (self._keys, self._values):
-            buffer[rows, :, self.first : end - other.length] = 0
         for buffer, held in zip((self._keys, self._values), other._view(), strict=True):
+            buffer[rows, :, self.first : end - other.length] = 0
             buffer[rows, :, end - other.length : end] = held
         self._view()
 
@@ -121,11 +120,7 @@ class BufferLayer(DynamicLayer):
         """Extend every row to the left to `length` positions, of zeros, in buffers of at least `capacity` positions."""
         num_new = length - self.length
         if self.first < num_new or self.capacity < capacity:
-            self.capacity = max(self.capacity, capacity)
-            parts = [buffer.narrow(2, self.first, self.length) for buffer in (self._keys, self._values)]
-            padding = (0, 0, num_new, self.capacity - length)
-            self._keys, self._values = (functional.pad(part, padding) for part in parts)
-            self.first = 0
+            self._move(self.length, max(self.capacity, capacity), num_before=num_new)
         else:
             self.first -= num_new
             for buffer in (self._keys, self._values):
@@ -170,8 +165,13 @@ class BufferLayer(DynamicLayer):
         capacity = self.capacity
         while capacity < needed:
             capacity += min(capacity, _MAX_STEP)
+        self._move(filled, capacity)
+
+    def _move(self, filled: int, capacity: int, *, num_before: int = 0) -> None:
+        """Copy the `filled` positions into buffers of this capacity, after `num_before` positions of zeros."""
         parts = [buffer.narrow(2, self.first, filled) for buffer in (self._keys, self._values)]
-        self._keys, self._values = (functional.pad(part, (0, 0, 0, capacity - filled)) for part in parts)
+        padding = (0, 0, num_before, capacity - num_before - filled)
+        self._keys, self._values = (functional.pad(part, padding) for part in parts)
         self.first = 0
         self.capacity = capacity  # only now: the buffers stay as they were if there is no memory for larger ones
 

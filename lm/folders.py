@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+# types of safetensors that hold one weight per number
 _UNPACKED = {"F64", "F32", "F16", "BF16"}
-"""Types of safetensors that hold one weight per number."""
 
 
 def refuse_no_model(path: str) -> None:
@@ -40,7 +40,6 @@ def refuse_no_model(path: str) -> None:
 
 
 def _base_of(adapter: Path) -> str | None:
-    """The base model that an adapter_config.json names."""
     try:
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError):

@@ -31,9 +31,10 @@ _MIN_TOKENS = 512  # a forward over fewer tokens costs more than padding does
 
 BodyAndHead = tuple[Callable[..., Any], Callable[[Tensor], Tensor]]
 """From ids, positions and a cache to an output with `last_hidden_state`, after the final norm; and to logits."""
-Tested = tuple[tuple[nn.Module, nn.Module], BodyAndHead | None]
-"""Body and LM head of a model when they were tested, and the result."""
-_TESTED: WeakKeyDictionary[PreTrainedModel, Tested] = WeakKeyDictionary()
+# body and LM head of a model when they were tested, and the result
+_TESTED: WeakKeyDictionary[PreTrainedModel, tuple[tuple[nn.Module, nn.Module], BodyAndHead | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def body_and_lm_head(model: PreTrainedModel) -> BodyAndHead | None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 Fed = Int[Tensor, " fed"]
 Mask = Bool[Tensor, "fed cached"]
-Last = Int[Tensor, "*batch fed"]
 Visible = Bool[Tensor, "*batch fed cached"]
 ROOT = -1  # the last token of the text, from which a tree grows
 
@@ -85,7 +84,9 @@ class Tree:
 EMPTY = Tree()
 
 
-def visible(last_visible: Last, num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None) -> Visible:
+def visible(
+    last_visible: Int[Tensor, "*batch fed"], num_text: int, branch: Bool[Tensor, "*batch fed branched"] | None = None
+) -> Visible:
     """Mask of what each token sees: of a text the entries up to position `last_visible`, after it those of `branch`."""
     text = torch.arange(num_text, device=last_visible.device) <= last_visible[..., None]
     return text if branch is None else torch.cat([text, branch], -1)

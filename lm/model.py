@@ -83,8 +83,8 @@ class ModelledText:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence: those of the generation config, else of the config."""
-        configs = self.model.generation_config, self.model.config.get_text_config()
-        return next(filter(None, map(forwards.eos_ids_of, configs)), frozenset())
+        of_generation = forwards.eos_ids_of(self.model.generation_config)
+        return of_generation or forwards.eos_ids_of(self.model.config.get_text_config())
 
     def check_mode(self) -> None:
         """Raise ValueError if the model is in train mode."""

@@ -176,15 +176,13 @@ def model_config(source: ModelSource) -> PretrainedConfig:
 def load_generation_config(source: ModelSource) -> GenerationConfig | None:
     """The generation_config.json of a model, read without its weights; None if it has none."""
     file = Path(source.path, "generation_config.json")
-    if Path(source.path).is_dir() and not file.is_file():
-        return None
     try:
         with _reading(source, file.name):
             return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except FileNotFoundError:
         if file.is_file():
             raise
-        return None  # the hub has none, or cannot be reached
+        return None  # the directory or the hub has none, or the hub cannot be reached
 
 
 def repository_of(source: ModelSource) -> dict[str, str | bool]:

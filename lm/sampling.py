@@ -11,7 +11,7 @@ whatever the dtype of the logits (float64 on request), and top-p sorts on the CP
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
@@ -65,12 +65,6 @@ class Sampling:
     temperature: float | int = 1.0
     top_k: int | None = None
     top_p: float | int | None = None
-    is_greedy: ClassVar[bool]
-    """True when every distribution is one-hot."""
-    is_plain: ClassVar[bool]
-    """True when the distribution is softmax(logits) itself."""
-    sees_no_tokens: ClassVar[bool]
-    """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -84,12 +78,22 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be a whole number from 1, or null to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1], or be null to keep every token")
-        # computed once, since the loop reads them at every token
-        sees_no_tokens = type(self).processed is Sampling.processed
-        is_plain = self.temperature == 1 and self.top_k is None and self.top_p in (None, 1) and sees_no_tokens
-        flags = {"is_greedy": self.temperature == 0, "is_plain": is_plain, "sees_no_tokens": sees_no_tokens}
-        for name, value in flags.items():
-            object.__setattr__(self, name, value)
+
+    # each computed once, since the loop reads them at every token
+    @cached_property
+    def is_greedy(self) -> bool:
+        """True when every distribution is one-hot."""
+        return self.temperature == 0
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True when the distribution is softmax(logits) itself."""
+        return self.temperature == 1 and self.top_k is None and self.top_p in (None, 1) and self.sees_no_tokens
+
+    @cached_property
+    def sees_no_tokens(self) -> bool:
+        """True unless `processed` is overridden and reads the tokens, each of which must then be on the host."""
+        return type(self).processed is Sampling.processed
 
     @cached_property
     def _warpers(self) -> "list[LogitsProcessor | QuickTopP]":

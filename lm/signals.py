@@ -22,7 +22,6 @@ from torch.nn.functional import logsigmoid
 from lm.draws import array_of
 
 Row = Float[Tensor, " vocab"]
-Rows = Float[Tensor, "position vocab"]
 Logits = Float[Tensor, "*position vocab"]
 Numbers = Float[Tensor, "*position"]
 Ids = Int[Tensor, " position"]

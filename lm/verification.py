@@ -5,7 +5,7 @@ Accept drafted tokens y_1 … y_K left to right while u_i < p_i(y_i) / q_i(y_i).
 emitted token then has exactly the distribution p, whatever q was, if y_i was drawn from the very q_i that is passed.
 
 At temperature 0 (`GreedySampler`) every distribution is one-hot: accept while y_i is the target's most probable
-token, then emit the target's token. `num_accepted`, `next_dist` and `verify` then take logits as q and p
+token, then emit the target's token. `revealed_probs`, `next_dist` and `verify` then take logits as q and p
 (`lm.draws`); the other functions take probabilities.
 """
 
@@ -48,13 +48,10 @@ def residual_probs(q: Probs, p: Probs) -> Probs:
     return torch.where(mass > 0, excess / mass, p)
 
 
-def num_accepted(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> int:
-    """Length of the accepted prefix of a draft, which may be empty. `GreedySampler` ignores q."""
-    return draws.num_accepted(revealed_probs(tokens, q, p, draws))
-
-
 def revealed_probs(tokens: Sequence[int], q: Drawn, p: Rows, draws: Sampler) -> list[float]:
-    """`acceptance_prob` of each token of a draft; a policy learns those up to the first rejected token."""
+    """`acceptance_prob` of each token of a draft, for `Sampler.num_accepted`; a policy learns those up to the first
+    rejected token. `GreedySampler` ignores q.
+    """
     if isinstance(draws, GreedySampler):
         return list(map(float, map(eq, tokens, _best_tokens(p))))
     return _ratios([tokens], [q], [p])[0]

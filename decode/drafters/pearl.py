@@ -25,7 +25,8 @@ from decode.loop.decoder import SpeculativeDecoder
 from decode.loop.drafter import ModelDrafter, Proposal
 from decode.loop.rounds import Round, counts_of
 from decode.policies.plain import FixedLength
-from lm import CachedModel, Sampler, Sampling, next_dist, num_accepted
+from lm import CachedModel, Sampler, Sampling, next_dist
+from lm.verification import revealed_probs
 
 
 class PearlDecoder(SpeculativeDecoder):
@@ -83,7 +84,7 @@ class PearlDecoder(SpeculativeDecoder):
         logits = self.target.feed(pending, num_waiting + 1) if verified is None else verified.result()
         p = self.sampling.dists(logits, text)
         tested = Proposal(waiting.tokens + new.tokens[:1], waiting.dists + new.dists[:1])
-        count = num_accepted(tested.tokens, tested.dists, p, draws)
+        count = draws.num_accepted(revealed_probs(tested.tokens, tested.dists, p, draws))
         emitted = tested.tokens[:count]
         is_passed = count == len(tested.tokens)
         is_over = bool(emitted) and (emitted[-1] in self.eos_ids or len(emitted) == num_left)

@@ -19,7 +19,6 @@ _READ = {"entropy", "max_prob", "top_prob", "logit_token_prob"}
 NO_STATES = "a head scores hidden states: the draft must keep them"
 Columns = dict[str | AcceptanceHead, Float[Tensor, " rows"]]
 """Numbers of each row, by the name of a signal or by the head."""
-Embedding = Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]
 
 
 class DraftSteps:
@@ -31,7 +30,7 @@ class DraftSteps:
     # signals and tokens of the step before; None: it is the first
     _previous: tuple[dict[str, Float[Tensor, " rows"]], Int[Tensor, " rows"]] | None = None
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: Callable[[Int[Tensor, " rows"]], Float[Tensor, "rows hidden"]]) -> None:
         """`embedding`: token ids -> the draft's input embeddings."""
         self._embedding = embedding
 

@@ -18,7 +18,6 @@ from lm.masks import visible
 
 Nodes = Int[Tensor, "batch node"]  # token ids, or positions
 States = Float[Tensor, "batch node hidden"]
-Wide = Float[Tensor, "batch node _"]
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of RoPE, one row per position
 Mask = Bool[Tensor, "1 1 node cached"]  # the cache entries that each node sees (`lm.masks`)
 
@@ -138,7 +137,13 @@ class DraftLayer(nn.Module):
             setattr(self.self_attn, name, nn.Linear(input_size, width, bias=qkv_bias))
 
     def forward(
-        self, inputs: Wide, residual: States, *, rotation: Rotation, mask: Mask | None, cache: Cache | None
+        self,
+        inputs: Float[Tensor, "batch node _"],
+        residual: States,
+        *,
+        rotation: Rotation,
+        mask: Mask | None,
+        cache: Cache | None,
     ) -> States:
         """The residual stream after the layer."""
         attended, _ = self.self_attn(inputs, position_embeddings=rotation, attention_mask=mask, past_key_values=cache)

@@ -25,8 +25,6 @@ from lm.masks import visible
 KeysValues = tuple[Float[Tensor, "batch heads seen size"], Float[Tensor, "batch heads seen size"]]
 """Cached keys and values of one layer of the target."""
 CrossMask = Bool[Tensor, "1 1 node seen"]  # the target's keys that each node sees
-Rotations = tuple[Rotation, Rotation]
-Masks = tuple[Mask | None, CrossMask | None]
 
 
 class GlideLayer(LlamaDecoderLayer):
@@ -40,7 +38,13 @@ class GlideLayer(LlamaDecoderLayer):
         self.cross_attn = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
 
     def forward(  # type: ignore[override]  # it reads the target's cache, too
-        self, states: States, of_target: KeysValues, *, rotations: Rotations, masks: Masks, cache: Cache | None
+        self,
+        states: States,
+        of_target: KeysValues,
+        *,
+        rotations: tuple[Rotation, Rotation],
+        masks: tuple[Mask | None, CrossMask | None],
+        cache: Cache | None,
     ) -> States:
         """The residual stream after the layer; rotations and masks are for self-attention and cross-attention."""
         own_mask, cross_mask = masks
@@ -107,12 +111,12 @@ class Glide(FeatureDraft):
         return Outputs(states, self.norm(states))
 
 
-def delayed(num_tokens: int, block_size: int, device: torch.device | None = None) -> Bool[Tensor, "1 1 token seen"]:
+def delayed(num_tokens: int, block_size: int) -> Bool[Tensor, "1 1 token seen"]:
     """Mask of the target's keys in training: those of the blocks before a token's block, and in the first block
     all up to the token.
 
     Worked example: 5 tokens in blocks of 2 see 1, 2, 2, 2, 4 of the target's keys.
     """
-    positions = torch.arange(num_tokens, device=device)
+    positions = torch.arange(num_tokens)
     starts = positions // block_size * block_size
     return visible(torch.where(starts > 0, starts - 1, positions), num_tokens)[None, None]

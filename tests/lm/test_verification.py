@@ -8,7 +8,7 @@ from scipy.stats import kstest
 
 from lm import GreedySampler, RandomSampler, acceptance_prob, acceptance_rate, next_dist, residual_probs, verify
 from lm.draws import Sampler, uniforms
-from lm.verification import num_accepted
+from lm.verification import revealed_probs
 from tests.toys.enumeration import seeded
 
 
@@ -73,7 +73,8 @@ def test_probabilities_are_looked_at_up_to_the_first_rejection_and_those_that_ar
     nan = torch.tensor([torch.nan, 1.0])
     q, p = torch.tensor([0.25, 0.75]), torch.tensor([[0.5, 0.5], [0.0, 1.0], [torch.nan, 0.5], [0.5, 0.5], [0.5, 0.5]])
     watching = Watching()
-    num_accepted([0, 0, 0, 0, 1], [q, q, q, nan, torch.tensor([1.0, 0.0])], p, watching)
+    drawn = [q, q, q, nan, torch.tensor([1.0, 0.0])]
+    watching.num_accepted(revealed_probs([0, 0, 0, 0, 1], drawn, p, watching))
     assert watching.seen[:2] == [1.0, 0.0]
     assert watching.seen[4] == 1.0
     assert not any(value > 0.0 for value in watching.seen[2:4])

@@ -16,7 +16,7 @@ from decode import Drafter, Generation, ModelDrafter, SpeculativeDecoder
 from decode.drafters.hierarchies import CONFIGURATIONS, InnerRounds, InterleavedDrafter, PreVerifiedDrafter, hsddw
 from decode.policies import FixedLength, Policy
 from lm import CachedModel, Sampling, entropy
-from lm.verification import num_accepted
+from lm.verification import revealed_probs
 from tests.toys import loop
 from tests.toys.enumeration import ToyModel, assert_same_law, law_of, seeded
 from tests.toys.loop import POLICIES, PROMPT, SAMPLINGS
@@ -110,7 +110,8 @@ class PrintedDecoder(SpeculativeDecoder):
 
     def _verify_chain(self, text, proposal, draws):
         p = self.sampling.dists(self.target.feed(text[len(self.target) :] + proposal.tokens, len(proposal.tokens) + 1))
-        proposal.accepted = range(num_accepted(proposal.tokens, proposal.dists, p, draws))
+        probs = revealed_probs(proposal.tokens, proposal.dists, p, draws)
+        proposal.accepted = range(draws.num_accepted(probs))
         return draws.token(p[len(proposal.accepted)])
 
 
