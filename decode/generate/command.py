@@ -18,7 +18,7 @@ from data_gen.prompts.templates import encode
 from decode.drafters.factory import PairModels
 from decode.drafters.trees import SHAPES
 from decode.experiment import Experiment
-from decode.generate.transcript import Transcript, picture
+from decode.generate.transcript import picture, show
 from decode.loop.decoder import Generation, Round
 from decode.policies.base import Policy
 from lm import Pair
@@ -52,11 +52,11 @@ def generate(
         record = about | {"sampling": asdict(experiment.sampling)} | generation.as_dict()
         print(dumps(record, ensure_ascii=False))
         return
-    transcript = Transcript(Console(highlight=False), experiment.pair.tokenizer, has_rejected=rejected)
-    closing = transcript.show(rounds, stop)
+    console = Console(highlight=False)
+    text, closing = show(rounds, stop, console=console, tokenizer=experiment.pair.tokenizer, has_rejected=rejected)
     if picture_path is not None:
         title = f"acceptance-heads generate --policy {policy}"
-        picture_path.write_text(picture(transcript.text, closing, title=title), encoding="utf-8")
+        picture_path.write_text(picture(text, closing, title=title), encoding="utf-8")
 
 
 def complete(

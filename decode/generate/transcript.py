@@ -56,38 +56,34 @@ def legend() -> Text:
     return Text.assemble(*(word for name, style in STYLES.items() for word in ((name, style), "  ")))
 
 
-class Transcript:
-    """Writes rounds to a console as they come."""
+def show(
+    rounds: Iterable[Round], policy: Policy, *, console: Console, tokenizer: Any, has_rejected: bool = True
+) -> tuple[Text, str]:
+    """Print the legend, the rounds as they come, and a line on the whole generation; returns (text, that line)."""
+    detokenizer = Detokenizer(tokenizer)
+    whole = Text()
+    shown: list[Round] = []
+    console.print(legend())
+    for round_ in rounds:
+        text = styled(round_, detokenizer, has_rejected=has_rejected)
+        console.print(text, end="", soft_wrap=True)
+        whole.append_text(text)
+        shown.append(round_)
+    closing = summary(Generation.of(shown), policy)
+    console.print("\n" + closing, soft_wrap=True)
+    return whole, closing
 
-    def __init__(self, console: Console, tokenizer: Any, *, has_rejected: bool = True) -> None:
-        self.console = console
-        self.rounds: list[Round] = []
-        self.text = Text()
-        self._detokenizer = Detokenizer(tokenizer)
-        self._has_rejected = has_rejected
 
-    def show(self, rounds: Iterable[Round], policy: Policy) -> str:
-        """Print the legend, the rounds, and a line on the whole generation, which is returned."""
-        self.console.print(legend())
-        for round_ in rounds:
-            self.write(round_)
-        closing = summary(Generation.of(self.rounds), policy)
-        self.console.print("\n" + closing, soft_wrap=True)
-        return closing
-
-    def write(self, round_: Round) -> Text:
-        """Print one round, without a line break; returns its tokens with their styles."""
-        text = Text()
-        for token in round_.emitted[: round_.num_accepted]:
-            text.append(self._detokenizer.add(token), STYLES["accepted"])
-        if self._has_rejected and round_.rejected:
-            text.append(self._detokenizer.peek(round_.rejected).rstrip("\n"), STYLES["rejected"])
-        if round_.next_kind is not None:
-            text.append(self._detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
-        self.rounds.append(round_)
-        self.text.append_text(text)
-        self.console.print(text, end="", soft_wrap=True)
-        return text
+def styled(round_: Round, detokenizer: Detokenizer, *, has_rejected: bool = True) -> Text:
+    """The tokens of the next round with their styles."""
+    text = Text()
+    for token in round_.emitted[: round_.num_accepted]:
+        text.append(detokenizer.add(token), STYLES["accepted"])
+    if has_rejected and round_.rejected:
+        text.append(detokenizer.peek(round_.rejected).rstrip("\n"), STYLES["rejected"])
+    if round_.next_kind is not None:
+        text.append(detokenizer.add(round_.emitted[-1]), STYLES[round_.next_kind])
+    return text
 
 
 def picture(text: Text, closing: str, *, title: str) -> str:

@@ -129,9 +129,8 @@ class HostSignals(SignalReader):
     def __init__(self, policy: Policy, model: DraftModel) -> None:
         super().__init__(policy, model)
         self._has_entropy = "entropy" in self.names
-        self._has_top = "top_prob" in self.names
         self._has_logits = not {"logit_token_prob", "logit_max_prob"}.isdisjoint(self.names)
-        self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION, "top_prob")]
+        self._others = [name for name in self.names if name not in (*TokenStats._fields, POSITION)]
         numbers = (*TokenStats._fields, POSITION, *self._others)
         self._scores = []
         for head in self.heads:
@@ -155,15 +154,16 @@ class HostSignals(SignalReader):
         stats = _NO_STATS
         if self.names:
             stats = token_stats(logits, token, probs=probs, has_entropy=self._has_entropy, has_logits=self._has_logits)
-        if self._has_top:
-            known["top_prob"] = self._by_formula(logits, token, ["top_prob"])[0]
+        columns = signals_of(Normalised(logits[None]), torch.tensor([token]), self._others) if self._others else {}
+        others = {name: column.item() for name, column in columns.items()}
+        if "top_prob" in others:
+            known["top_prob"] = others["top_prob"]
         if self.confidence_of is not None:
             known["confidence_logit"] = self.confidence_of.confidence().item()
         if self.heads:
             assert states is not None, NO_STATES
             hidden = array_of(states)[row]  # numpy's index costs a tenth of torch's
-            others = self._by_formula(logits, token, self._others) if self._others else ()
-            newest = (*stats, math.log1p(self.num_before + position), *others), token
+            newest = (*stats, math.log1p(self.num_before + position), *others.values()), token
             for timing, score in self._scores:
                 if timing != "fed":
                     known[f"{timing}_logit"] = score(hidden, *newest)
@@ -178,10 +178,6 @@ class HostSignals(SignalReader):
             logit_token_prob=stats.logit_token_prob,
             **known,
         )
-
-    def _by_formula(self, logits: Tensor, token_id: int, names: list[str]) -> list[float]:
-        columns = signals_of(Normalised(logits[None]), torch.tensor([token_id]), names)
-        return [column.item() for column in columns.values()]
 
 
 def reader_of(policy: Policy, model: DraftModel, made: SignalReader | None = None) -> SignalReader:

@@ -132,8 +132,6 @@ class Auto(ScoringPolicy):
         return np.where((state.profit >= 0.0) | (state.idle >= self.probe_every - 1), np.inf, 0.0)
 
     def stop_before(self, state: AutoState, signals: BeforeDraw) -> Number:  # type: ignore[override]
-        if not self.stops_before:
-            return False
         price = self._rate(state) * self.t_verify_s
         return (state.survival * self.score(state.learned, signals) < price) & (signals.position > 0)
 

@@ -87,8 +87,6 @@ class HeadPolicy(ScoringPolicy):
         return 1.0, *state[1:]
 
     def stop_before(self, state: State, signals: BeforeDraw) -> Number:
-        if not self.stops_before:
-            return False
         survival = state[0] * self.score(state[1], signals)
         # at least one token: only rules that know costs skip a draft
         return (1.0 - survival > self.max_rejection_prob) & (signals.position > 0)

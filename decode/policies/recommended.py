@@ -63,8 +63,11 @@ def best_head(paths: Mapping[str, str]) -> tuple[str, Mapping[str, object], str]
     configs = {name: read_head_config(Path(local_directory(path)) / "config.json") for name, path in paths.items()}
     chains = {name: config for name, config in configs.items() if config.get("timing") != "candidate"}
     recommended = {name: config.get("recommended", {}) for name, config in chains.items()}
-    timed = {name: known for name, known in recommended.items() if "tokens_per_s" in known}
-    speed_ups = {name: known["tokens_per_s"] * known["t_target_s"] for name, known in timed.items()}
+    speed_ups = {
+        name: known["tokens_per_s"] * known["t_target_s"]
+        for name, known in recommended.items()
+        if "tokens_per_s" in known
+    }
     if speed_ups:
         name = max(speed_ups, key=speed_ups.__getitem__)
         tuned = recommended[name]

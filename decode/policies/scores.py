@@ -110,12 +110,11 @@ class ScoringPolicy(Policy):
         if self.is_learning:
             return score_of(learned.weights, self._inputs(signals))
         logit = getattr(signals, self._logit)
-        calibrated = self.is_calibrated
-        if isinstance(calibrated, np.ndarray):  # settings side by side, in replay
-            shift, temperature = self._calibration
-            return sigmoid(np.where(calibrated, (logit + shift) / temperature, logit))
-        shift, temperature = self._calibration if calibrated else (0.0, 1.0)
-        return sigmoid((logit + shift) / temperature)
+        shift, temperature = self._calibration
+        calibrated = (logit + shift) / temperature
+        if isinstance(self.is_calibrated, np.ndarray):  # settings side by side, in replay
+            return sigmoid(np.where(self.is_calibrated, calibrated, logit))
+        return sigmoid(calibrated if self.is_calibrated else logit)
 
     def feedback(self, state: State, drawn: AfterDraw, acceptance_prob: Number) -> State:
         return token_feedback(state[-1].weights, self._inputs(drawn), acceptance_prob) if self.is_learning else ()

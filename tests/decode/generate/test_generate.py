@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from configs.command import run
 from decode import Generation
 from decode.generate.command import generate
-from decode.generate.transcript import STYLES, Detokenizer, Transcript, summary
+from decode.generate.transcript import STYLES, Detokenizer, styled, summary
 from decode.policies import FixedLength
 from tests.toys.enumeration import seeded
 from tests.toys.loop import PROMPT, decoder_of
@@ -68,10 +67,10 @@ def test_a_mistake_ends_in_one_line(capsys, monkeypatch, flags, message):
 
 
 def test_each_token_wears_the_colour_of_what_it_was():
-    transcript = Transcript(Console(), Letters())
+    detokenizer = Detokenizer(Letters())
     for played in decoder_of(FixedLength(2), eos_ids=()).generate(PROMPT, 30, generator=seeded()).rounds:
         kinds = ["accepted"] * played.num_accepted + ["rejected"] * (played.num_accepted < len(played.drafted))
-        styles = [str(span.style) for span in transcript.write(played).spans]
+        styles = [str(span.style) for span in styled(played, detokenizer).spans]
         assert styles == [STYLES[kind] for kind in (*kinds, played.next_kind)]
 
 

@@ -149,7 +149,7 @@ def test_every_policy_gives_on_an_array_what_it_gives_on_each_number(name):
 
     def play(drawn, outcome):
         state = policy.begin(policy.start())
-        before = policy.stop_before(state, drawn.before)
+        before = policy.stops_before and policy.stop_before(state, drawn.before)
         state, stop = policy.after(state, drawn)
         state = policy.end(state, outcome._replace(feedback=policy.feedback(state, drawn, drawn.max_prob / 1.5)))
         return policy.limit(state), before, stop, *numbers_of(state)
