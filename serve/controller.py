@@ -23,16 +23,13 @@ from decode.policies.base import Number
 from decode.policies.batch import BatchCosts, Controller, Curve
 
 _MEMORY = 0.95
-_ROW_MEMORY = 0.995
-"""Decay of tokens and seconds per row of a round."""
+_ROW_MEMORY = 0.995  # decay of tokens and seconds per row of a round
 _PROBE_EVERY = 32
+# after `_FEW` measurements, a new one is limited to `_MOST` times their mean
 _FEW = 8.0
 _MOST = 2.0
-"""After `_FEW` measurements, a new one is limited to `_MOST` times their mean."""
-_RIDGE = 0.1
-"""Ridge penalty on the slope, relative to the squared mean number."""
-_LEAST = 0.1
-"""One row or token takes at least this share of the mean time."""
+_RIDGE = 0.1  # ridge penalty on the slope, relative to the squared mean number
+_LEAST = 0.1  # one row or token takes at least this share of the mean time
 
 
 class Measured:

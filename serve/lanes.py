@@ -81,15 +81,12 @@ class Lanes:
         self._alive: dict[str, Lane] = {}
         self._rows: list[Lane] = []
 
-    def begin(self, rows: Sequence[RequestRow], alive: Container[str]) -> bool:
+    def begin(self, rows: Sequence[RequestRow], alive: Container[str]) -> None:
         """Begin a round, after reporting the outcome of each row's last one; forget finished requests.
 
         Args:
             rows: rows of the engine's batch, in its order.
             alive: ids of all unfinished requests, including waiting ones.
-
-        Returns:
-            Whether any row drafts.
         """
         self._alive = {request: lane for request, lane in self._alive.items() if request in alive}
         self._rows = [self._lane(row) for row in rows]
@@ -106,16 +103,14 @@ class Lanes:
             else:
                 lane.run.is_going = False
         self._choose()
-        return self.is_going
 
-    def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> bool:
-        """Record a draft step; rows that have stopped ignore it. Returns whether any row continues."""
+    def step(self, tokens: Sequence[int], signals: Sequence[AfterDraw]) -> None:
+        """Record a draft step; rows that have stopped ignore it."""
         for lane, token, drawn in zip(self._rows, tokens, signals, strict=True):
             if lane.run.is_going:
                 lane.take(token, drawn)
         self._controller.step()
         self._choose()
-        return self.is_going
 
     def _choose(self) -> None:
         """Apply the batch rule to the rows that have it and have not stopped."""

@@ -25,12 +25,10 @@ from heads.model.head import AcceptanceHead
 from lm import Sampling
 from serve import KEY
 
-_MAX_KINDS = 1024
-"""Maximum number of cached kinds of requests, so that no client can fill the memory."""
-_MAX_WARNINGS = 100
-"""Maximum number of distinct warnings about requests, so that no client can fill the log."""
+_MAX_KINDS = 1024  # of requests that are cached, so that no client can fill the memory
+_MAX_WARNINGS = 100  # different ones about requests, so that no client can fill the log
+# signals of a draft step with which a policy is tried
 _UNCERTAIN = AfterDraw(position=0, entropy=1.0, max_prob=0.5, fed_logit=0.0, token_prob=0.5)
-"""Signals of a draft step with which a policy is tried."""
 _SERVED = "it stops less well there, but the output distribution is unchanged; train a head for this sampling"
 
 

@@ -55,13 +55,14 @@ class Engine:
         return (self.tokens - tokens) / (self.now - since)
 
     def round(self, rows: list[RequestRow]) -> list[tuple[list[int], int]]:
-        goes_on, chances = self.lanes.begin(rows, {row.request for row in rows}), []
+        self.lanes.begin(rows, {row.request for row in rows})
+        chances = []
         self.now += self.draft(len(rows))  # the first step is paid in any case
-        while goes_on:
+        while self.lanes.is_going:
             chances.append(np.where(self.random.random(len(rows)) < SHARE, EASY, HARD))
             seen = [AfterDraw(len(chances) - 1, token_prob=chance) for chance in chances[-1].tolist()]
-            goes_on = self.lanes.step([len(chances)] * len(rows), seen)
-            self.now += self.draft(len(rows)) * goes_on
+            self.lanes.step([len(chances)] * len(rows), seen)
+            self.now += self.draft(len(rows)) * self.lanes.is_going
         drafts = self.lanes.drafts
         self.now += self.target(sum(map(len, drafts)) + len(rows))
         result = []

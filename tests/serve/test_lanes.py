@@ -115,11 +115,12 @@ def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()
         num_free = num_rows - len(batch)
         batch, waiting = batch + waiting[:num_free], waiting[num_free:]
         alive = {request.id for request in batch} | {request.id for request in waiting if request.num_begun}
-        goes_on, position = lanes.begin([request.begin() for request in batch], alive), 0
+        lanes.begin([request.begin() for request in batch], alive)
+        position = 0
         for lane, request in zip(lanes._rows, batch, strict=True):
             if lane.run.is_going:
                 mapped(assert_close, lane.run.state, request.rounds[0][2])
-        while goes_on:
+        while lanes.is_going:
             texts, ids, expected = zip(*(request.step(position) for request in batch), strict=True)
             outputs = [model(2)(torch.tensor([text]), output_hidden_states=True) for text in texts]
             logits = torch.cat([output.logits[:, -1] for output in outputs])
@@ -129,7 +130,8 @@ def serve(requests: Sequence[Request], num_rows: int, waits: Container[int] = ()
             for lane, ours, theirs in zip(lanes._rows, drawn, expected, strict=True):
                 for name in ("position", *lane.run.policy.signals) if lane.run.is_going else ():
                     assert getattr(ours, name) == pytest.approx(getattr(theirs, name), abs=1e-4), lane.run.policy
-            goes_on, position = lanes.step(tokens, drawn), position + 1
+            lanes.step(tokens, drawn)
+            position += 1
         nums_remembered.append(len(lanes._alive))
         for request, tokens in zip(list(batch), lanes.drafts, strict=True):
             if request.num_begun in waits:
@@ -169,10 +171,11 @@ def row(policy: Policy, room: int = 5) -> RequestRow:
 
 def test_another_request_of_the_same_id_starts_anew_and_one_without_room_drafts_and_learns_nothing():
     lanes = Lanes()
-    assert not lanes.begin([row(Heuristic(2), room=0)], {"a"})
-    assert lanes.drafts == [[]]
+    lanes.begin([row(Heuristic(2), room=0)], {"a"})
+    assert (lanes.is_going, lanes.drafts) == (False, [[]])
     for policy, expected in ((Heuristic(2), 2), (FixedLength(3), 3)):
-        assert lanes.begin([row(policy)], {"a"})
+        lanes.begin([row(policy)], {"a"})
+        assert lanes.is_going
         for token in range(5):
             lanes.step([token], [AfterDraw(token)])
         assert len(lanes.drafts[0]) == expected

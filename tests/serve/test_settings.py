@@ -152,10 +152,10 @@ def test_no_request_stops_the_engine(path: str):
         signals = AfterDraw(**dict.fromkeys(AfterDraw._fields, value))
         pairs = enumerate(zip(served, drafts, strict=True))
         rows = [RequestRow(str(i), policy, ids, len(ids) // 2, 4, frozenset()) for i, (policy, ids) in pairs]
-        is_drafting = lanes.begin(rows, set(map(str, range(len(rows)))))
+        lanes.begin(rows, set(map(str, range(len(rows)))))
         for position in range(4):
-            if is_drafting:
-                is_drafting = lanes.step([7] * len(rows), [signals._replace(position=position)] * len(rows))
+            if lanes.is_going:
+                lanes.step([7] * len(rows), [signals._replace(position=position)] * len(rows))
         drafts = lanes.drafts
     assert len(drafts) == 1000
 
