@@ -39,7 +39,6 @@ from lm import forwards
 
 DEPTHS = (0, 1, 2, 3, 4)
 WEIGHTS = (1.0, 3.0, 6.0, 12.0)
-_SILENT: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def pace(config: Config, *, rows: int = 96, epochs: int = 3, repeats: int = 3) -> dict[str, Any]:
@@ -126,7 +125,13 @@ def training(config: Config, epochs: int) -> dict[str, Callable[[], Any]]:
         heads = replace(config.heads, depths=depths, reject_weights=weights, specdec=False)
         sweep, data = build(replace(config, heads=heads))
         trainer = pl.Trainer(
-            max_epochs=epochs, limit_val_batches=0, accelerator="cpu", enable_checkpointing=False, **_SILENT
+            max_epochs=epochs,
+            limit_val_batches=0,
+            accelerator="cpu",
+            enable_checkpointing=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         trainer.fit(sweep, datamodule=data)
 

@@ -91,10 +91,6 @@ def saved(path: Path, folder: Path, *, num_layers: int) -> str:
     return str(folder)
 
 
-Turns = Mapping[tuple[int, str], list[dict[str, Any]]]
-"""(concurrency, arm) -> result of `benchmarks.serve.engine` in each turn."""
-
-
 def timed(
     stopping: EngineProcess, alone: EngineProcess, *, turns: int, sizes: Sequence[int], temperature: float
 ) -> Iterator[dict[str, Any]]:
@@ -124,8 +120,10 @@ def prompts_for(prompts: list[dict[str, Any]], size: int, turn: int) -> list[dic
     return [prompts[(turn * count + index) % len(prompts)] for index in range(count)]
 
 
-def cell(size: int, results: Turns) -> dict[str, Any]:
-    """The arms at one concurrency. In a turn every arm generates equally many tokens, so ratios of seconds suffice."""
+def cell(size: int, results: Mapping[tuple[int, str], list[dict[str, Any]]]) -> dict[str, Any]:
+    """The arms at one concurrency. In a turn every arm generates equally many tokens, so ratios of seconds suffice.
+    `results`: (concurrency, arm) -> result of `benchmarks.serve.engine` in each turn.
+    """
     fixed = [arm for arm, spec in ARMS.items() if spec.startswith("fixed")]
     best = max(fixed, key=lambda arm: speed(results[size, arm]))
     base_turns = results[size, best]

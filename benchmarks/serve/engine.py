@@ -45,46 +45,33 @@ def session(job_path: str) -> None:
         print(MARK + json.dumps(engine.served(json.loads(line))), flush=True)
 
 
-class Written:
-    """Records every request's rounds as the plugin gets them, which times them in CPU seconds."""
-
-    def __init__(self) -> None:
-        from serve.engine.stops import Stops
-
-        self.rounds: dict[str, list[list[int]]] = defaultdict(list)
-        self.stops: Stops | None = None
-        verified = Stops.verified
-
-        def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
-            verified(stops, sampled, requests, batch, is_discarded)
-            self.stops = stops
-            stops.lanes._controller._clock = process_time
-            for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
-                if not is_prompt:
-                    self.rounds[row.request].append([len(row.verified), row.num_accepted])
-
-        Stops.verified = recorded  # type: ignore[method-assign]
-
-    def of(self, request_id: str) -> list[list[int]]:
-        """Rounds of a request, without the last step of its prompt; the engine may append a suffix to the id."""
-        matches = [
-            rounds for name, rounds in self.rounds.items() if name == request_id or name.startswith(f"{request_id}-")
-        ]
-        return matches[0][1:] if matches else []
-
-
 class RecordedEngine:
-    """An `LLM` of vLLM with a record of the plugin's rounds."""
+    """An `LLM` of vLLM with a record of every request's rounds as the plugin gets them, timed in CPU seconds."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._has_settings, self._written = job["settings"] is not None, Written()
+        from serve.engine.stops import Stops
+
+        self._has_settings = job["settings"] is not None
+        self._rounds: dict[str, list[list[int]]] = defaultdict(list)
+        self._stops: Stops | None = None
+        verified = Stops.verified
+
+        def recorded(stops: Stops, sampled: Any, requests: Any, batch: Any, is_discarded: Any) -> None:
+            verified(stops, sampled, requests, batch, is_discarded)
+            self._stops = stops
+            stops.lanes._controller._clock = process_time
+            for row, is_prompt in zip(stops._rows, is_discarded.tolist(), strict=False):  # the mask can be longer
+                if not is_prompt:
+                    self._rounds[row.request].append([len(row.verified), row.num_accepted])
+
+        Stops.verified = recorded  # type: ignore[method-assign]
         self._llm = LLM(**_arguments(job))
 
     def served(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Serve a batch; returns its result."""
-        self._written.rounds.clear()
+        self._rounds.clear()
         before = self._counters()
         start_s = perf_counter()
         cpu_start_s = process_time()
@@ -93,9 +80,9 @@ class RecordedEngine:
         elapsed = {"seconds": perf_counter() - start_s, "cpu_seconds": process_time() - cpu_start_s}
         names = [f"{batch['name']}/{index}" for index in range(len(batch["requests"]))]
         after = self._counters()
-        stops = self._written.stops
+        stops = self._stops
         costs = None if stops is None else stops.lanes._controller._costs
-        answers = [{"token_ids": finished.get(name), "rounds": self._written.of(name)} for name in names]
+        answers = [{"token_ids": finished.get(name), "rounds": self._rounds_of(name)} for name in names]
         counters = {name: after[name] - before[name] for name in COUNTERS}
         return {
             **elapsed,
@@ -127,6 +114,13 @@ class RecordedEngine:
             if num_steps == batch.get("abort_at"):
                 engine.abort_request([f"{batch['name']}/{index}" for index in range(0, len(batch["requests"]), 3)])
         return finished
+
+    def _rounds_of(self, request_id: str) -> list[list[int]]:
+        """Rounds of a request, without the last step of its prompt; the engine may append a suffix to the id."""
+        matches = [
+            rounds for name, rounds in self._rounds.items() if name == request_id or name.startswith(f"{request_id}-")
+        ]
+        return matches[0][1:] if matches else []
 
     def _params(self, batch: dict[str, Any], request: dict[str, Any]) -> Any:
         from vllm import SamplingParams

@@ -200,11 +200,10 @@ def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillati
     if len(paths) < 2:
         raise ValueError(f"there are {len(paths)} shards of readings, but 2 are needed; use more responses")
     *training, held_out = paths
-    size = settings.batch_size
     epochs = range(settings.num_epochs)
     num_texts = {shard: read_sidecar(shard, keys=("texts",))["texts"] for shard in training}
     groups = [group for epoch in epochs for group in _groups(training, settings, epoch)]
-    num_steps = sum(-(-sum(num_texts[shard] for shard in group) // size) for group in groups)
+    num_steps = sum(-(-sum(num_texts[shard] for shard in group) // settings.batch_size) for group in groups)
 
     def loss(batch_and_depths: tuple[Reading, int]) -> Float[Tensor, ""]:
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.is_mixed):
@@ -214,10 +213,15 @@ def distil(draft: Draft, paths: Sequence[Path], path: Path, settings: Distillati
 
     key = asdict(settings) | {"readings": [read_sidecar(shard, keys=("key",))["key"] for shard in paths]}
     key["shapes"] = {name: list(tensor.shape) for name, tensor in draft.module.state_dict().items()}
-    pupils = [Pupil(draft.module, loss, has_muon=False)]
-    batches = _batches(training, settings, epochs)
-    rate = settings.learning_rate
-    fit(pupils, batches, title="train the draft", num_steps=num_steps, learning_rate=rate, path=path, key=key)
+    fit(
+        [Pupil(draft.module, loss, has_muon=False)],
+        _batches(training, settings, epochs),
+        title="train the draft",
+        num_steps=num_steps,
+        learning_rate=settings.learning_rate,
+        path=path,
+        key=key,
+    )
     return {"steps": num_steps, **_figures(draft, held_out, settings), **asdict(settings)}
 
 
@@ -246,7 +250,6 @@ def _batches(paths: Sequence[Path], settings: Distillation, epochs: Iterable[int
 
 @torch.no_grad()
 def _figures(draft: Draft, path: Path, settings: Distillation) -> dict[str, list[float]]:
-    """Mean divergence and acceptance_rate by depth."""
     batches = _batches([path], settings, [0])
     by_batch = zip(*(divergences_and_rates(draft, batch, NUM_DEPTHS) for batch, _ in batches), strict=True)
     means = ([round(mean, 4) for mean in torch.stack(rows).double().mean(0).tolist()] for rows in by_batch)

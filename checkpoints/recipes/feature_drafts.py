@@ -64,7 +64,7 @@ class DraftRecipe:
 Figures = dict[str, float | list[float]]
 
 
-def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
+def new_feature_draft(kind: str, target: PreTrainedModel) -> Eagle | Glide:
     """A draft of the target's width: GliDe's layer is initialised as the target's first, EAGLE's at random."""
     target_config = target.config.get_text_config()
     body: Any = target.base_model
@@ -85,7 +85,8 @@ def new_feature_draft(kind: str, target: PreTrainedModel) -> FeatureDraft:
     assert draft.embed_tokens is not None
     draft.embed_tokens.load_state_dict(embedding.state_dict())
     draft.embed_tokens.requires_grad_(kind == "glide")
-    return draft.bind(target)
+    draft.bind(target)
+    return draft
 
 
 def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
@@ -95,11 +96,10 @@ def layer_config(target: PreTrainedModel, *, is_tied: bool) -> LlamaConfig:
     return LlamaConfig(**shared | {"num_hidden_layers": 1, "tie_word_embeddings": is_tied})
 
 
-def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, ""]:
+def feature_loss(draft: Eagle | Glide, reading: TargetReading) -> Float[Tensor, ""]:
     if isinstance(draft, Glide):
         mask = delayed(reading.tokens.shape[1], draft.config.block_size)
         return reading.divergence(_glide_log_q(draft, reading, mask))
-    assert isinstance(draft, Eagle)
     is_learned = reading.is_learned[:, 1:]
     losses = []
     for depth, outputs in enumerate(islice(unrolled(draft, reading.tokens, reading.states), _NUM_TRAINED_DEPTHS)):
@@ -110,12 +110,12 @@ def feature_loss(draft: FeatureDraft, reading: TargetReading) -> Float[Tensor, "
     return torch.stack(losses).sum()
 
 
-def feature_figures(draft: FeatureDraft, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> Figures:
+def feature_figures(draft: Eagle | Glide, target: PreTrainedModel, batches: Iterable[StoryBatch]) -> Figures:
     rates = acceptance_rates(partial(log_q_by_depth, draft), target, batches).mean(-1)
     return {"acceptance_rates": [round(rate, 4) for rate in rates.tolist()]}
 
 
-def log_q_by_depth(draft: FeatureDraft, reading: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
+def log_q_by_depth(draft: Eagle | Glide, reading: TargetReading) -> Iterator[Float[Tensor, "learned vocab"]]:
     """log q at the learned positions as the first, second, … token of drafts, which start that many tokens before."""
     if isinstance(draft, Glide):
         position = torch.arange(reading.tokens.shape[1])
@@ -123,7 +123,6 @@ def log_q_by_depth(draft: FeatureDraft, reading: TargetReading) -> Iterator[Floa
             is_seen = (position <= position[:, None] - depth) | (position == 0)
             yield _glide_log_q(draft, reading, is_seen[None, None])
         return
-    assert isinstance(draft, Eagle)
     for outputs in islice(unrolled(draft, reading.tokens, reading.states), NUM_DEPTHS):
         yield draft.logits(outputs.hidden[reading.is_learned[:, 1:]]).log_softmax(-1)
 
@@ -215,20 +214,23 @@ def new_dspark(target: PreTrainedModel, recipe: DSparkRecipe) -> DSpark:
     num_layers = of_target.num_hidden_layers
     values: dict[str, Any] = {name: getattr(of_target, name) for name in names}
     values |= {name: getattr(recipe, name) for name in ("block_size", "num_anchors", "markov_rank")}
-    values |= {"num_hidden_layers": recipe.num_layers, "rope_parameters": dict(of_target.rope_parameters)}
-    config = Qwen3Config(**values, tie_word_embeddings=False)
-    config.markov_head_type, config.mask_token_id = "vanilla", of_target.pad_token_id  # no text has this token
-    config.target_layer_ids = [1, num_layers // 2 - 1, num_layers - 2]
-    config.num_target_layers = num_layers
-    config.enable_confidence_head = config.confidence_head_with_markov = True
-    draft: Any = DSpark(config)
+    values |= {
+        "num_hidden_layers": recipe.num_layers,
+        "rope_parameters": dict(of_target.rope_parameters),
+        "markov_head_type": "vanilla",
+        "mask_token_id": of_target.pad_token_id,  # no text has this token
+        "target_layer_ids": [1, num_layers // 2 - 1, num_layers - 2],
+        "num_target_layers": num_layers,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    draft: Any = DSpark(Qwen3Config(**values, tie_word_embeddings=False))
     draft.norm.load_state_dict(cast(Any, target.base_model).norm.state_dict())
     draft.embed_tokens.load_state_dict(target.get_input_embeddings().state_dict())
     draft.lm_head.load_state_dict(target.get_output_embeddings().state_dict())
     draft.embed_tokens.requires_grad_(False)
     draft.lm_head.requires_grad_(False)
-    draft.bind(target)
-    return draft
+    return draft.bind(target)
 
 
 def random_anchors(

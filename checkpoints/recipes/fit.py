@@ -97,7 +97,8 @@ class _Run(pl.LightningModule, Generic[Batch]):
         self._path = path
         self._key = key
         self._optimisers = [_optimisers_of(pupil, learning_rate) for pupil in pupils]
-        self._step, self._saved_s = 0, time.monotonic()
+        self._step = 0
+        self._saved_s = time.monotonic()
 
     def resumed_step(self) -> int:
         """The number of steps in the checkpoint; 0 if there is none."""

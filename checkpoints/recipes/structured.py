@@ -14,8 +14,7 @@ import yaml
 
 from configs.paths import local_path
 
-_NUM_OFFERED = 3
-"""Functions that a prompt offers."""
+_NUM_OFFERED = 3  # functions per prompt
 
 
 def structured(*, out: str, num: int = 600, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from checkpoints.recipes import feature_drafts, texts
 from checkpoints.recipes.feature_drafts import DraftRecipe, DSparkRecipe, feature_loss
@@ -30,13 +30,23 @@ from checkpoints.recipes.fit import Pupil, fit
 from checkpoints.recipes.texts import StoryBatch, TargetReading
 from configs.paths import local_path
 from configs.schema import ModelSource
+from lm.features.dspark import DSpark
+from lm.features.eagle import Eagle
+from lm.features.glide import Glide
 from lm.pair import load_model, load_tokenizer
 from store.shards import atomic_directory
 
 TRIO = ("target", "draft", "micro")
-_FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-_FILES |= {"chat_template.jinja", "figures.json"}
-"""Files of a model's directory; a directory with anything else is never overwritten."""
+# files of a model's directory; a directory with anything else is never overwritten
+_FILES = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "figures.json",
+}
 
 Shape = tuple[int, int, int, int]
 """Layers, hidden size, intermediate size and attention heads of a model."""
@@ -98,15 +108,12 @@ def make_trio(out_dir: str | Path, *, seed: int = 0, recipe: Recipe = RECIPE, ov
     batches = texts.story_batches(train_stories, tokenizer, batch_size=recipe.batch_size, seed=seed)
     models = {name: _new_model(getattr(recipe, name), tokenizer) for name in TRIO}
     target, *drafts = models.values()
-    num_steps = recipe.target_steps
-    rate = recipe.learning_rate
-    pupils = [Pupil(target, partial(text_loss, target))]
-    fit(pupils, batches, title="train target", num_steps=num_steps, learning_rate=rate)
+    train = partial(fit, learning_rate=recipe.learning_rate)
+    train([Pupil(target, partial(text_loss, target))], batches, title="train target", num_steps=recipe.target_steps)
     target.bfloat16().float()  # rounded as it will be stored, so that the others learn from the target that is shipped
     pupils = [Pupil(draft, partial(imitation_loss, draft)) for draft in drafts]
     readings = map(partial(TargetReading.of, target), batches)
-    num_steps = recipe.distil_steps
-    fit(pupils, readings, title="distil draft and micro", num_steps=num_steps, learning_rate=rate)
+    train(pupils, readings, title="distil draft and micro", num_steps=recipe.distil_steps)
     for name, model in models.items():
         with atomic_directory(directory / name) as folder:
             model.bfloat16().save_pretrained(folder)
@@ -131,9 +138,8 @@ def make_drafts(
     torch.manual_seed(seed)
     settings: DraftRecipe = recipe.dspark_draft if is_dspark else recipe.eagle_and_glide
     size = settings.batch_size
-    num_steps = settings.num_steps
     work = directory / f"{'-'.join(kinds)}-work"
-    stories = texts.new_stories(seed, size * num_steps)
+    stories = texts.new_stories(seed, size * settings.num_steps)
     story_batches = texts.story_batches(stories, tokenizer, batch_size=size, seed=seed)
     batches: Iterator[StoryBatch | TargetReading] = story_batches
     drafts: dict[str, Any]
@@ -144,20 +150,34 @@ def make_drafts(
         batches = map(partial(TargetReading.of, target), story_batches)
         drafts = {kind: feature_drafts.new_feature_draft(kind, target) for kind in kinds}
         pupils = [Pupil(draft, partial(feature_loss, draft), has_muon=False) for draft in drafts.values()]
-    title = f"train {' and '.join(kinds)}"
-    key = asdict(settings) | {"seed": seed}
-    rate = settings.learning_rate
-    path = work / "checkpoint.pt"
-    fit(pupils, batches, title=title, num_steps=num_steps, learning_rate=rate, path=path, key=key)
+    fit(
+        pupils,
+        batches,
+        title=f"train {' and '.join(kinds)}",
+        num_steps=settings.num_steps,
+        learning_rate=settings.learning_rate,
+        path=work / "checkpoint.pt",
+        key=asdict(settings) | {"seed": seed},
+    )
     held_out = texts.held_out(tokenizer, size, seed)
     for kind, draft in drafts.items():
-        figures_of = feature_drafts.dspark_figures if is_dspark else feature_drafts.feature_figures
-        figures = figures_of(draft.bfloat16().float(), target, held_out)
-        feature_drafts.save_feature_draft(draft, directory / kind)
-        text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
-        (directory / kind / "figures.json").write_text(text, encoding="utf-8")
-        print(f"{kind}: {json.dumps(figures)}")
+        _write(draft, directory / kind, target, held_out)
     shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(
+    draft: Eagle | Glide | DSpark, directory: Path, target: PreTrainedModel, batches: Sequence[StoryBatch]
+) -> None:
+    """Write a trained draft with its figures on these batches."""
+    draft.bfloat16().float()  # rounded as it will be stored
+    if isinstance(draft, DSpark):
+        figures = feature_drafts.dspark_figures(draft, target, batches)
+    else:
+        figures = feature_drafts.feature_figures(draft, target, batches)
+    feature_drafts.save_feature_draft(draft, directory)
+    text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
+    (directory / "figures.json").write_text(text, encoding="utf-8")
+    print(f"{directory.name}: {json.dumps(figures)}")
 
 
 def _refuse_present(directory: Path, names: Sequence[str], *, overwrite: bool) -> None:
