@@ -32,7 +32,6 @@ class BatchRow(ModelledText):
     def __init__(self, batch: "BatchModel", row: int, like: CachedModel) -> None:
         """`like`: a model of one sequence, with the same model and settings."""
         super().__init__(like.model, vocab_size=like.vocab_size)
-        self.with_hidden = like.with_hidden
         self.device = batch.device
         self.row = row
         self.reset()

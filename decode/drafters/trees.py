@@ -20,7 +20,7 @@ CaPE (GliDe with a CaPE, arXiv 2402.02082; cape.sh of its code at edf4c9a): a gr
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf
 
 import torch
@@ -186,10 +186,8 @@ class TreeDrafter(PolicyDrafter):
             self.run.stop("eos")
         self._nodes, tree = self._growth.selected()
         indices = {node: index for index, node in enumerate(self._nodes)}
-        self.proposal.run = self.run
-        self.proposal.tree = tree
-        self.proposal.tokens = list(tree.tokens)
-        self.proposal.best = [indices[node] for node in self._path if node in indices]
+        best = [indices[node] for node in self._path if node in indices]
+        self.proposal = replace(self.proposal, tokens=list(tree.tokens), tree=tree, best=best, run=self.run)
         return self.proposal
 
     def conclude(self, committed: list[int], num_accepted: int) -> None:

@@ -130,21 +130,18 @@ class EagleModel(FeatureModel):
     def feed_tree(self, new_tokens: Sequence[int], tree: Tree) -> Float[Tensor, "rows vocab"]:
         """A node reads its parent's output, so children of new nodes wait for the next call."""
         new = slice(len(self._tree), len(tree))
-        logits: list[Tensor] = []
-        hidden: list[Tensor] = []
+        parts = []
         if new_tokens:
             assert not len(self._tree), "roll back before the text grows: it would leave its tree"
-            logits.append(self.feed(new_tokens))
-            assert self.hidden is not None, "a feed leaves the state of its last token"
-            hidden.append(self.hidden)
+            parts.append((self.feed(new_tokens), self.hidden))
         if new.stop > new.start:
             tokens, positions, mask = tree_feed(tree, new.start, self._length - self.draft.lag, device=self.device)
             states = torch.stack([self._states[parent + 1] for parent in tree.parents[new]])[None]
             outputs = self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask[None, None])
             self._states = torch.cat([self._states, outputs.states[0]])
-            logits.append(self.draft.logits(outputs.hidden[0])[:, : self.vocab_size])
-            hidden.append(outputs.hidden[0])
+            parts.append((self.draft.logits(outputs.hidden[0])[:, : self.vocab_size], outputs.hidden[0]))
         self._tree = tree
+        logits, hidden = zip(*parts, strict=True)
         self.hidden = torch.cat(hidden)
         return torch.cat(logits)
 

@@ -45,9 +45,9 @@ def test_a_draw_shared_by_a_step_and_the_next_changes_the_law(monkeypatch):
             passed[:] = chances
         elif passed:
             chances[0] = min(1.0, chances[0] / passed.pop())  # of a uniform that is known to be below the former
-        return draws.num_accepted(chances)
+        return chances
 
-    monkeypatch.setattr(decode.drafters.pearl, "num_accepted", shared)
+    monkeypatch.setattr(decode.drafters.pearl, "revealed_probs", shared)
     with pytest.raises(AssertionError):
         assert_target_law(2, SAMPLINGS["plain"])
 
