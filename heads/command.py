@@ -153,13 +153,14 @@ def _sweep_of(run: RunDirectory, checkpoint: str | None) -> Sweep:
     sweep = load_sweep(local_path(checkpoint, "--checkpoint") if checkpoint else run.checkpoint)
     if checkpoint is None and (on_disk := run.read()) and on_disk["run"] != sweep.facts["run"]:
         raise ValueError(
-            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint yet; "
-            f"continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the earlier run"
+            f"{run.checkpoint} belongs to an earlier run, and the run in {run.path}/run.json has no checkpoint "
+            f"yet; continue `acceptance-heads train`, or pass --checkpoint {run.checkpoint} to export the "
+            "earlier run"
         )
     if sweep.config.layer is not None:
         raise ValueError(
-            f"heads.layer is {sweep.config.layer}, so these heads only compare layers (tables.md): decoding reads the "
-            "draft's last hidden state; train with heads.layer null to export"
+            f"heads.layer is {sweep.config.layer}, so these heads only compare layers (tables.md): decoding "
+            "reads the draft's last hidden state; train with heads.layer null to export"
         )
     return sweep
 
@@ -180,8 +181,8 @@ def import_(
     is_dspark = released_layout_of(of_source.draft) == "dspark"
     if is_dspark and reject_weight is not None:
         raise ValueError(
-            f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without one; "
-            "remove it"
+            f"--reject_weight is {reject_weight}, but {source} has a confidence head that was trained without "
+            "one; remove it"
         )
     if reject_weight is None and not is_dspark:
         raise ValueError(
@@ -271,8 +272,8 @@ def _names(head: str, specs: Sequence[HeadSpec], *, results: Mapping[str, Result
         return list(best_heads(results["dev"], specs, metric=metric).values())
     if head == "best":
         raise ValueError(
-            "--head best needs val_metrics.json, which this run has not written yet; let `acceptance-heads train` "
-            "finish, or name a head"
+            "--head best needs val_metrics.json, which this run has not written yet; let `acceptance-heads "
+            "train` finish, or name a head"
         )
     if head not in names:
         raise ValueError(f"this sweep has no head {head!r}; pass --head best, all, or one of {', '.join(names)}")

@@ -43,8 +43,9 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
     possible = [(timing, inputs) for timing, inputs in combined if timing != "prefix" or not inputs.reads_token]
     if missing := set(config.timings) - {timing for timing, _ in possible}:
         raise ValueError(
-            f"heads.timings has {missing.pop()}, but every combination of heads.scalars {list(config.scalars)} and "
-            f"heads.embeddings {list(config.embeddings)} reads the token, which is not drawn yet; add false to both"
+            f"heads.timings has {missing.pop()}, but every combination of heads.scalars {list(config.scalars)} "
+            f"and heads.embeddings {list(config.embeddings)} reads the token, which is not drawn yet; add "
+            "false to both"
         )
     kinds: list[tuple[Timing, Inputs, str]] = [("fed", Inputs(), PAPERS)] if config.specdec else []
     kinds += [(*of_timing, architecture) for of_timing, architecture in product(possible, config.architectures)]
@@ -59,8 +60,8 @@ def grid(config: HeadsConfig) -> list[HeadShape]:
     for shape in unique:
         if (other := of_name.setdefault(str(shape), shape)) != shape:
             raise ValueError(
-                f"heads.scalars has {list(other.inputs.scalars)} and {list(shape.inputs.scalars)}, whose heads have "
-                f"the same name, {shape}; train them in separate heads.dir"
+                f"heads.scalars has {list(other.inputs.scalars)} and {list(shape.inputs.scalars)}, whose heads "
+                f"have the same name, {shape}; train them in separate heads.dir"
             )
     return unique
 

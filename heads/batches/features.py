@@ -116,12 +116,17 @@ class LabelBlock:
 
     def texts(self, rows: pa.Table) -> list[Text]:
         """What the hidden states of the responses are computed from; `rows`: their rows."""
-        texts = []
         records = zip(rows.to_pylist(), self.bounds, self.draft_lengths, strict=True)
-        for record, (begin, end), draft_lengths in records:
-            labels = self.numbers["token"][begin:end], self.is_drafted[begin:end]
-            texts.append(Text(record["prompt_ids"], record["response_ids"], *labels, draft_lengths))
-        return texts
+        return [
+            Text(
+                prompt_ids=record["prompt_ids"],
+                response_ids=record["response_ids"],
+                draft_ids=self.numbers["token"][begin:end],
+                is_drafted=self.is_drafted[begin:end],
+                draft_lengths=draft_lengths,
+            )
+            for record, (begin, end), draft_lengths in records
+        ]
 
 
 class FeatureShard:
@@ -224,8 +229,8 @@ def check_numbers(path: Path, columns: Sequence[str], *, width: int) -> None:
                 position = int((~_allowed(name, values)).reshape(len(values), -1).any(-1).nonzero()[0])
                 kind = "outside [0, 1] or not finite" if name in _PROBABILITIES else "NaN or infinite"
                 raise ValueError(
-                    f"{path}: {name} of token {position} is {kind}; check the models, and delete the shard to make it "
-                    "again"
+                    f"{path}: {name} of token {position} is {kind}; check the models, and delete the shard to "
+                    "make it again"
                 )
 
 
@@ -241,14 +246,14 @@ def _opened(path: Path, *names: str) -> Iterator[safe_open]:
         missing = sorted({_source(file, name) for name in names} - set(file.keys()))
         if RATE in missing:
             raise ValueError(
-                f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack it: "
-                "make the data with data.mode together, or remove prefix from heads.timings"
+                f"{path} has no {RATE}, the label of prefix heads; imported data and data.mode sequential lack "
+                "it: make the data with data.mode together, or remove prefix from heads.timings"
             )
         remedy = f"delete {path.parent} and run `acceptance-heads data` again"
         if SIGNALS["prefix"] in missing:
             raise ValueError(
-                f"{path} has no {SIGNALS['prefix']}, which prefix heads are compared with; data of version 0.2.0 lacks "
-                f"it: {remedy}, or remove prefix from heads.timings"
+                f"{path} has no {SIGNALS['prefix']}, which prefix heads are compared with; data of version "
+                f"0.2.0 lacks it: {remedy}, or remove prefix from heads.timings"
             )
         if missing:
             raise ValueError(f"{path} has no tensor {missing[0]!r}; {remedy}")

@@ -95,9 +95,8 @@ def block_reader(shards: Sequence[FeatureShard]) -> Callable[[Sequence[Item]], R
         return shards[shard].read(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
 
     def row_of(item: Item, timing: StateTiming) -> Row:
-        shard = item[0]
-        (block, offset) = divmod(item[1], BLOCK_SIZE)
-        return block_rows(shard, block)[timing][offset]
+        shard, row = item
+        return block_rows(shard, row // BLOCK_SIZE)[timing][row % BLOCK_SIZE]
 
     def read(items: Sequence[Item]) -> Rows:
         rows = {timing: [row_of(item, timing) for item in items] for timing in shards[0].states}

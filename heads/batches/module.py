@@ -71,9 +71,9 @@ class FeatureData(pl.LightningDataModule):
             check_sums([path for of_shard in shards for path in of_shard.values()], check=check, fact=fact)
             if "logit_token_prob" in self.columns and not has_exact_logits(paths["train"][0]["labels"]):
                 print(
-                    f"warning: {data.dir} was made by version 0.2.0 or earlier: logit q(y) is computed from log q(y), "
-                    "whose float32 rounds 1 - q(y) to about 1e-6, so logits above 10 are inexact; for exact ones "
-                    f"delete {data.dir}/labels and run `acceptance-heads data` again",
+                    f"warning: {data.dir} was made by version 0.2.0 or earlier: logit q(y) is computed from "
+                    "log q(y), whose float32 rounds 1 - q(y) to about 1e-6, so logits above 10 are inexact; "
+                    f"for exact ones delete {data.dir}/labels and run `acceptance-heads data` again",
                     file=sys.stderr,
                 )
         self._shards = {split: self._open(split, of_split) for split, of_split in paths.items()}
@@ -167,8 +167,8 @@ class FeatureData(pl.LightningDataModule):
         counts = {folder: len(of_folder) for folder, of_folder in paths.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(
-                f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads data` with "
-                "this config to finish the data"
+                f"{self.data.dir} has different numbers of {split} shards: {counts}; run `acceptance-heads "
+                "data` with this config to finish the data"
             )
         shards = [dict(zip(paths, of_shard, strict=True)) for of_shard in zip(*paths.values(), strict=True)]
         if split != "train" or self.heads.num_train is None:
@@ -196,8 +196,8 @@ class FeatureData(pl.LightningDataModule):
             return 0, 1
         if (layout := released_layout_of(self._draft)) is None:
             raise ValueError(
-                f"{POSITION} of drafts depends on the draft's layout, but there is no draft at {self._draft.path}; set "
-                f"pair.draft to it, or remove {POSITION} from heads.scalars"
+                f"{POSITION} of drafts depends on the draft's layout, but there is no draft at "
+                f"{self._draft.path}; set pair.draft to it, or remove {POSITION} from heads.scalars"
             )
         return int(layout == "dspark"), self.manifest.get("draft_every") or 1
 
@@ -245,6 +245,6 @@ def _check_manifest(manifest: Manifest, data: DataConfig, *, pair: PairConfig) -
     for key, (old, new) in compared.items():
         if old != new:
             raise ValueError(
-                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; set "
-                "data.dir to data of this pair, or make it with `acceptance-heads data`"
+                f"{data.dir}/manifest.json: the data was made with {key} {old!r}, but this config has {new!r}; "
+                "set data.dir to data of this pair, or make it with `acceptance-heads data`"
             )

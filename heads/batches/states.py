@@ -48,8 +48,8 @@ class States:
         """`manifest` is that of the data. ValueError for a layer of a feature draft."""
         if heads.layer is not None and released_layout_of(pair.draft):
             raise ValueError(
-                f"heads.layer is {heads.layer}, but pair.draft is a feature draft, which has no other hidden states; "
-                "remove heads.layer"
+                f"heads.layer is {heads.layer}, but pair.draft is a feature draft, which has no other hidden "
+                "states; remove heads.layer"
             )
         self.pair = pair
         self.data = data
@@ -98,7 +98,17 @@ class States:
                 f"pair.draft {self.pair.draft.path} is not the draft that {self.data.dir} was made with (weights "
                 f"differ); set pair.draft to that one, or data.dir to data of this draft"
             )
-        return _source(self.pair, layer=self.heads.layer, draft_every=self.manifest.get("draft_every") or 1)
+        if released_layout_of(self.pair.draft):
+            models = load_pair(replace(self.pair, micro=None))
+            assert isinstance(models.drafting, FeatureDraft), "its layout is one of a feature draft"
+            return RolloutStates(models.drafting, models.target, draft_every=self.manifest.get("draft_every") or 1)
+        layer = self.heads.layer
+        draft = load_model(self.pair.draft)
+        check_width(draft.config, vocab_size_of(load_pair_tokenizer(self.pair), model_config(self.pair.draft)), "draft")
+        num_layers = draft.config.get_text_config().num_hidden_layers
+        if layer is not None and layer > num_layers:
+            raise ValueError(f"heads.layer is {layer}, but the draft has {num_layers} layers; choose 0 to {num_layers}")
+        return DraftStates(draft, layer=layer)
 
     def use(self, device: torch.device) -> None:
         """Load models on this device unless the config names one."""
@@ -216,16 +226,3 @@ class States:
 def _on(device: torch.device, source: ModelSource) -> ModelSource:
     names_device = source.device_map is not None or source.tp_plan is not None
     return source if names_device else replace(source, device_map=str(device))
-
-
-def _source(pair: PairConfig, *, layer: int | None, draft_every: int) -> StateSource:
-    if released_layout_of(pair.draft):
-        models = load_pair(replace(pair, micro=None))
-        assert isinstance(models.drafting, FeatureDraft), "its layout is one of a feature draft"
-        return RolloutStates(models.drafting, models.target, draft_every=draft_every)
-    draft = load_model(pair.draft)
-    check_width(draft.config, vocab_size_of(load_pair_tokenizer(pair), model_config(pair.draft)), "draft")
-    num_layers = draft.config.get_text_config().num_hidden_layers
-    if layer is not None and layer > num_layers:
-        raise ValueError(f"heads.layer is {layer}, but the draft has {num_layers} layers; choose 0 to {num_layers}")
-    return DraftStates(draft, layer=layer)

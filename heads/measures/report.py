@@ -49,8 +49,9 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
         if _is_constant(result, timing):
             mean = result["labels"][timing]["mean_acceptance_prob"]
             lines.append(
-                f"There is nothing to predict for {TIMING_LABELS[timing]} heads on dev: the acceptance probability is "
-                f"{mean:.3f} at every token (a constant has KL 0), so a fixed draft length serves as well as any head."
+                f"There is nothing to predict for {TIMING_LABELS[timing]} heads on dev: the acceptance "
+                f"probability is {mean:.3f} at every token (a constant has KL 0), so a fixed draft length "
+                "serves as well as any head."
             )
             continue
         names = [str(spec) for spec in specs if spec.shape.timing == timing]
@@ -60,10 +61,10 @@ def verdict(result: Result, specs: Sequence[HeadSpec]) -> str:
         title = SCALARS[SIGNALS[timing]].symbol
         reduction = 1 - head["calibrated_kl"] / max(alone["calibrated_kl"], LEAST_KL)
         lines.append(
-            f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per token and "
-            f"AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} KL than {title} "
-            f"alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant has KL "
-            f"{result['labels'][timing]['constant_kl']:.3f}."
+            f"Best {TIMING_LABELS[timing]} head on dev: {name} with KL {head['calibrated_kl']:.3f} nats per "
+            f"token and AUROC {head['auroc']:.3f}, {abs(reduction):.0%} {'less' if reduction > 0 else 'more'} "
+            f"KL than {title} alone (KL {alone['calibrated_kl']:.3f}, AUROC {alone['auroc']:.3f}). A constant "
+            f"has KL {result['labels'][timing]['constant_kl']:.3f}."
         )
         if not beats[name]:
             warning = f"Warning: no {TIMING_LABELS[timing]} head beats {title} alone, which takes two numbers."

@@ -33,8 +33,8 @@ def confidence_head_of(draft: DSpark, provenance: Provenance | None = None) -> A
     """The draft's confidence head as a prefix head, which ignores its other inputs; ValueError if it has none."""
     if draft.confidence_head is None:
         raise ValueError(
-            f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false); train a prefix "
-            "head for it"
+            f"the draft {draft.name_or_path} has no confidence head (enable_confidence_head is false); train a "
+            "prefix head for it"
         )
     proj = draft.confidence_head.proj
     head = AcceptanceHead(draft.hidden_size, 0, "prefix", provenance=provenance)
@@ -70,8 +70,8 @@ def _width_of(files: Mapping[Path, Mapping[str, Tensor]], source: Path) -> int:
     for name in _PARTS:
         if name not in stored:
             raise ValueError(
-                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set pair.draft to "
-                "a DSpark draft with one"
+                f"the draft {source} has no tensor {name}, so it has no confidence head to replace; set "
+                "pair.draft to a DSpark draft with one"
             )
         if stored[name].dtype not in FLOATS:
             raise ValueError(f"{name} of {source} has dtype {stored[name].dtype}; use a draft that stores it as floats")
@@ -82,8 +82,8 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
     """Weight and bias of the calibrated logit; ValueError unless it is linear in the confidence head's inputs."""
     if head.timing != "prefix" or head.depth or head.inputs.scalars or head.inputs.is_normalised:
         raise ValueError(
-            f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; export a linear prefix "
-            "head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
+            f"the head {name} is {head.shape_name}, but a confidence head is one linear layer; export a linear "
+            "prefix head without scalars, such as prefix-d0-w1 (heads.timings [prefix], depths [0])"
         )
     weight = head.out.weight.detach()
     size = f"the head {name} has width {head.hidden_size}"
@@ -93,8 +93,8 @@ def _folded(head: AcceptanceHead, name: str, *, width: int) -> tuple[Tensor, Ten
         )
     if weight[:, width:].any():
         raise ValueError(
-            f"{size}, but engines pass a confidence head only the first {width} numbers; train the head for a draft "
-            "whose Markov head is vanilla"
+            f"{size}, but engines pass a confidence head only the first {width} numbers; train the head for a "
+            "draft whose Markov head is vanilla"
         )
     weight = weight[:, :width] / head.provenance.calibration_temperature
     return weight, head.calibrated_logit(head.out.bias.detach())
@@ -105,10 +105,10 @@ def _card(head: AcceptanceHead, name: str, source: Path) -> str:
     about = description(head.config, num_parameters=head.num_parameters)
     fits = ", ".join(f"{key} {value}" for key, value in head.provenance.sampling.items()) or "unknown"
     return (
-        f"# Confidence head of {source.name}, retrained\n\n"
-        f"A copy of the DSpark draft `{source.name}` (block_size {config.get('block_size')}) in which "
-        f"`{_PARTS[0]}` and `{_PARTS[1]}` come from the head `{name}`, with its calibration folded in; every other "
-        "tensor is the original draft's. Engines that serve the draft serve this copy with the same flags.\n\n"
-        f"Use it for sampling {fits}, with the target and the kind of prompts named below. There its sigmoid is the "
-        f"probability that a drafted token is accepted. Made by `acceptance-heads export --format dspark`.\n\n{about}\n"
+        f"# Confidence head of {source.name}, retrained\n\nA copy of the DSpark draft `{source.name}` "
+        f"(block_size {config.get('block_size')}) in which `{_PARTS[0]}` and `{_PARTS[1]}` come from the head "
+        f"`{name}`, with its calibration folded in; every other tensor is the original draft's. Engines that "
+        f"serve the draft serve this copy with the same flags.\n\nUse it for sampling {fits}, with the target "
+        "and the kind of prompts named below. There its sigmoid is the probability that a drafted token is "
+        f"accepted. Made by `acceptance-heads export --format dspark`.\n\n{about}\n"
     )

@@ -75,7 +75,8 @@ def downloaded(name: str, *, kind: str, **download: Any) -> Path:
     except HUB_ERRORS as error:
         raise FileNotFoundError(
             f"no {kind} at {name!r}: no such directory, and the download from the hub failed ("
-            f"{' '.join(str(error).split())}); check the name, `hf auth login` for a private one, or name a directory"
+            f"{' '.join(str(error).split())}); check the name, `hf auth login` for a private one, or name a "
+            "directory"
         ) from error
 
 
@@ -109,8 +110,8 @@ def note_on_earlier(heads: Sequence[Path], root: Path) -> str:
     """A line about heads in `root` that the newest export did not write."""
     names = first_of([str(path.relative_to(root)) for path in heads])
     return (
-        f"note: {root} also has heads of an earlier run ({names}), which evaluate and tune leave out; name them in "
-        "decode.heads to compare them, or delete them"
+        f"note: {root} also has heads of an earlier run ({names}), which evaluate and tune leave out; name "
+        "them in decode.heads to compare them, or delete them"
     )
 
 

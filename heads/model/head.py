@@ -112,8 +112,9 @@ class HeadShape:
         if self.timing == "prefix" and self.inputs.reads_token:
             readable = ", ".join(name for name, scalar in SCALARS.items() if not scalar.reads_token)
             raise ValueError(
-                f"scalars are {list(self.inputs.scalars)} and embedding is {self.inputs.embedding}, but a prefix head "
-                f"scores a token before it is drawn; set embedding to false and use only the scalars {readable}"
+                f"scalars are {list(self.inputs.scalars)} and embedding is {self.inputs.embedding}, but a "
+                "prefix head scores a token before it is drawn; set embedding to false and use only the "
+                f"scalars {readable}"
             )
 
     @property
@@ -238,9 +239,16 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
     @property
     def config(self) -> Json:
         """Entries of config.json."""
-        sizes = {"architectures": [type(self).__name__], "hidden_size": self.hidden_size, "num_layers": self.depth}
-        shape = {"timing": self.timing, "architecture": self.architecture, **self.inputs.config}
-        return portable(sizes | shape | asdict(self.provenance))  # type: ignore[no-any-return]
+        entries = {
+            "architectures": [type(self).__name__],
+            "hidden_size": self.hidden_size,
+            "num_layers": self.depth,
+            "timing": self.timing,
+            "architecture": self.architecture,
+            **self.inputs.config,
+            **asdict(self.provenance),
+        }
+        return portable(entries)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> str:
         """sha256 over architecture and weights: the key of the head's scores in a trace."""
@@ -304,8 +312,8 @@ class AcceptanceHead(nn.Module, PyTorchModelHubMixin):
             head.load_state_dict(checked(tensors), assign=True)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
-                f"weights of head {str(source)!r} do not fit its config.json: {' '.join(str(error).split())}; export "
-                "the head again"
+                f"weights of head {str(source)!r} do not fit its config.json: {' '.join(str(error).split())}; "
+                "export the head again"
             ) from error
         return head.eval()
 

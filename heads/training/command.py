@@ -45,8 +45,8 @@ _EPOCHS = (3, 30)
 """Minimum, the paper's, and maximum."""
 _CPU = torch.device("cpu")
 _NO_CHECKPOINT = (
-    "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is nothing "
-    "to export; remove that setting to train"
+    "no checkpoint was written (trainer.fast_dev_run, barebones, or enable_checkpointing: false), so there is "
+    "nothing to export; remove that setting to train"
 )
 
 
@@ -142,8 +142,8 @@ def _input_embedding(pair: PairConfig, hidden_size: int) -> Float[Tensor, "vocab
         draft = load_pair(pair).drafting if released_layout_of(pair.draft) else load_model(pair.draft, device=_CPU)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; heads with heads.embeddings [true] read its embeddings; without it, set heads.embeddings to "
-            "[false]"
+            f"{error}; heads with heads.embeddings [true] read its embeddings; without it, set "
+            "heads.embeddings to [false]"
         ) from error
     layer = draft.embedding if isinstance(draft, FeatureDraft) else draft.get_input_embeddings()
     embedding = layer.get_parameter("weight").detach().float().cpu().clone()

@@ -111,8 +111,8 @@ def run_of(path: Path) -> str:
         ) from error
     if "signals" not in facts:
         raise ValueError(
-            f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars; export its "
-            f"heads with that version, or {_START_OVER}"
+            f"{path} is a checkpoint of version 0.2.0 or earlier, whose heads have other standard scalars; "
+            f"export its heads with that version, or {_START_OVER}"
         )
     return run
 
@@ -161,8 +161,8 @@ def _refuse_difference(on_disk: Json, described: Json, *, path: Path) -> None:
         for name in new:
             if old.get(name) != new[name] and f"{section}.{name}" not in _FREE_TO_CHANGE:
                 raise ValueError(
-                    f"{path} has a run with {section}.{name} = {old.get(name)!r}, but this config has {new[name]!r}; "
-                    f"{remedy}"
+                    f"{path} has a run with {section}.{name} = {old.get(name)!r}, but this config has "
+                    f"{new[name]!r}; {remedy}"
                 )
     written = on_disk["processes"]
     processes = described["processes"]

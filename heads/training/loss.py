@@ -31,8 +31,6 @@ class Targets(NamedTuple):
 
     accepted: Float[Tensor, " tokens"]
     """P in [0, 1], shared by all heads."""
-    rejected: Float[Tensor, " tokens"]
-    """1 - P, likewise."""
     reject_weight: Float[Tensor, " heads"]
     mass: Float[Tensor, " heads"]
     """The denominator, averaged over processes."""
@@ -40,17 +38,15 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, label: Float[Tensor, " tokens"], reject_weight: Float[Tensor, " heads"]) -> "Targets":
         """Targets of a batch, with its own denominator."""
-        rejected = 1 - label
-        mass = label.sum() + reject_weight * rejected.sum()
-        return cls(label, rejected, reject_weight, mass)
+        return cls(label, reject_weight, mass=label.sum() + reject_weight * (1 - label).sum())
 
     def weighted(self) -> Float[Tensor, "heads tokens"]:
         """P + w_rej (1 - P) of each head."""
-        return self.accepted + self.reject_weight[:, None] * self.rejected
+        return self.accepted + self.reject_weight[:, None] * (1 - self.accepted)
 
     def at(self, part: slice) -> "Targets":
         """Targets of some tokens, with the denominator of all."""
-        return self._replace(accepted=self.accepted[part], rejected=self.rejected[part])
+        return self._replace(accepted=self.accepted[part])
 
 
 def weighted_bce(logit: Float[Tensor, "heads tokens"], targets: Targets) -> Float[Tensor, " heads"]:

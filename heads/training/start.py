@@ -169,9 +169,7 @@ class Start:
         for batch in self._batches(self._data.val_dataloader()) if fits else ():
             for (stack, fit), of_fit in zip(fits, sums, strict=True):
                 logit = fit.weights.flatten(0, 1) @ stack.design(*self._inputs(stack, batch)).T
-                targets = stack.targets(batch)
-                weight = targets.accepted + targets.rejected
-                of_fit.update(observe(logit, targets.accepted[None], weight[None]))
+                of_fit.update(observe(logit, of_timing(batch, stack.shape.timing).acceptance_prob[None]))
         for (stack, fit), of_fit in zip(fits, sums, strict=True):
             histogram = of_fit.compute()
             shifts = stack.shift.repeat_interleave(len(RIDGES))

@@ -84,8 +84,8 @@ def make_trainer(config: Config) -> pl.Trainer:
     precision = config.trainer.get("precision")
     if precision in ("bf16-true", "16-true"):
         raise ValueError(
-            f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of the learning rate; use "
-            f"{precision.replace('true', 'mixed')}"
+            f"trainer.precision is {precision}, but 16-bit weights are too coarse for steps of the learning "
+            f"rate; use {precision.replace('true', 'mixed')}"
         )
     try:
         trainer = pl.Trainer(**trainer_arguments(config))
@@ -93,14 +93,15 @@ def make_trainer(config: Config) -> pl.Trainer:
         raise ValueError(f"trainer: {error}") from error
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ValueError(
-            f"trainer.strategy is {config.trainer.get('strategy', 'auto')}, which here starts processes whose results "
-            "do not come back (ddp_spawn, or a notebook with several devices); set trainer.devices: 1, or train with "
-            "strategy ddp from a command line"
+            f"trainer.strategy is {config.trainer.get('strategy', 'auto')}, which here starts processes whose "
+            "results do not come back (ddp_spawn, or a notebook with several devices); set trainer.devices: "
+            "1, or train with strategy ddp from a command line"
         )
     if config.heads.batch_size % trainer.world_size:
         raise ValueError(
-            f"heads.batch_size is {config.heads.batch_size}, but {trainer.world_size} processes (trainer.devices x "
-            f"num_nodes) share each batch; use a multiple of {trainer.world_size}, or fewer devices"
+            f"heads.batch_size is {config.heads.batch_size}, but {trainer.world_size} processes "
+            f"(trainer.devices x num_nodes) share each batch; use a multiple of {trainer.world_size}, or fewer "
+            "devices"
         )
     return trainer
 
