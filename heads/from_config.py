@@ -106,9 +106,8 @@ def _config_of(directory: Path) -> Config:
     settings: Json = {name: manifest[name] for name in _OF_DATA if manifest.get(name) is not None}
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     settings |= {f"num_{split}": facts["prompts"] for split, facts in manifest["split"].items()}
-    data = DataConfig(dir=str(folder), **settings)
     return Config(
         pair=PairConfig(target=target, draft=draft, sampling=SamplingConfig(**manifest["sampling"])),
-        data=data,
+        data=DataConfig(dir=str(folder), **settings),
         heads=HeadsConfig(dir=str(directory / "heads")),
     )

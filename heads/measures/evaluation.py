@@ -118,9 +118,8 @@ def _intervals(products: Tensor) -> list[Result]:
 
 def _signal_results(histogram: Histogram, slope: float, offset: float) -> dict[str, float]:
     calibrated = measures(histogram, slope, offset)._asdict()
-    columns = {"auroc": auroc(histogram)} | {f"calibrated_{name}": value for name, value in calibrated.items()}
-    [metrics] = _unstack(columns)
-    return metrics | {"slope": slope, "offset": offset}
+    metrics = {"auroc": auroc(histogram)} | {f"calibrated_{name}": value for name, value in calibrated.items()}
+    return {name: float(value) for name, value in metrics.items()} | {"slope": slope, "offset": offset}
 
 
 def _label_results(histogram: Histogram) -> dict[str, float]:
@@ -128,8 +127,12 @@ def _label_results(histogram: Histogram) -> dict[str, float]:
     mean = float(histogram.accepted.sum()) / total
     label_entropy = float(histogram.entropy.sum()) / total
     entropy_of_mean = -sum(prob * math.log(prob) for prob in (mean, 1 - mean) if prob > 0)
-    means = {"mean_acceptance_prob": mean, "mean_entropy": label_entropy}
-    return {"num_tokens": total, **means, "constant_kl": entropy_of_mean - label_entropy}
+    return {
+        "num_tokens": total,
+        "mean_acceptance_prob": mean,
+        "mean_entropy": label_entropy,
+        "constant_kl": entropy_of_mean - label_entropy,
+    }
 
 
 def _unstack(columns: Mapping[str, Tensor]) -> list[Result]:

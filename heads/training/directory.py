@@ -142,9 +142,12 @@ def versions() -> dict[str, str]:
 def _described(config: Config) -> Json:
     """The content of run.json beside the run's name; values that are not JSON (callbacks) become their type's name."""
     manifest = {name: value for name, value in read_manifest(config.data.dir).items() if name != "recorded"}
-    data = digest(json.dumps(manifest, sort_keys=True))
-    settings = asdict(replace(config, arguments=(), is_step=False))  # `command` has them
-    described = {"config": settings, "data": data, "versions": versions(), "command": sys.argv}
+    described = {
+        "config": asdict(replace(config, arguments=(), is_step=False)),  # `command` has them
+        "data": digest(json.dumps(manifest, sort_keys=True)),
+        "versions": versions(),
+        "command": sys.argv,
+    }
     return json.loads(json.dumps(described, default=lambda value: type(value).__name__))  # type: ignore[no-any-return]
 
 

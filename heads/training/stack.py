@@ -157,9 +157,12 @@ class HeadStack(nn.Module):
 
     def _centred(self) -> dict[str, Tensor]:
         """The weights that read `columns`."""
-        hidden = self.hidden_scaling.centred()
-        inputs = self.input_scaling.identity()
-        return folded(self.weights, hidden, inputs, architecture=self.architecture)
+        return folded(
+            self.weights,
+            self.hidden_scaling.centred(),
+            self.input_scaling.identity(),
+            architecture=self.architecture,
+        )
 
     def _logits(
         self, weights: Mapping[str, Tensor], stream: Tensor, inputs: Tensor | None, dropout: Dropout | None
@@ -178,7 +181,7 @@ class HeadStack(nn.Module):
     def head(self, index: int, provenance: Provenance | None = None) -> AcceptanceHead:
         """One head of the stack, with the standardisation folded into its weights."""
         head = self.shape.head(self.hidden_size, provenance)
-        weights = {name: weight[index].detach().clone() for name, weight in self.weights.items()}
+        weights = {name: weight[index] for name, weight in self.weights.items()}
         exported = folded(weights, self.hidden_scaling, self.input_scaling, architecture=self.architecture)
-        head.load_state_dict(exported, strict=True)
+        head.load_state_dict(exported)
         return head.eval()

@@ -8,7 +8,7 @@ of a separate run would be.
 import copy
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytorch_lightning as pl
@@ -145,8 +145,7 @@ class Sweep(pl.LightningModule):
         for stack in self.trained:
             targets = stack.targets(batch)
             targets = targets._replace(mass=self.trainer.strategy.reduce(targets.mass, reduce_op="mean"))
-            step = (self.config.seed, self.current_epoch, batch_idx, self.global_rank)
-            dropout = stack.dropout(*step)
+            dropout = stack.dropout(self.config.seed, self.current_epoch, batch_idx, self.global_rank)
             with tf32_products(self.device) if self._allows_tf32 else nullcontext():
                 losses.append(stack.loss(*self._inputs(stack, batch), targets=targets, dropout=dropout))
         loss = torch.cat(losses)
@@ -195,17 +194,19 @@ class Sweep(pl.LightningModule):
         temperature = fit_temperature(histogram, self._shift)
         kl = measures(histogram, 1 / temperature, self._shift / temperature).kl
         self._keep_best(kl, temperature)
-        columns = {"raw_kl": measures(histogram).kl, "calibrated_kl": kl, "auroc": auroc(histogram)}
-        entry = {name: column.tolist() for name, column in columns.items()}
+        entry = {
+            "raw_kl": measures(histogram).kl.tolist(),
+            "calibrated_kl": kl.tolist(),
+            "auroc": auroc(histogram).tolist(),
+        }
         self.history.append({"step": self.global_step, "epoch": self.current_epoch, **entry})
         return entry
 
     def on_test_epoch_start(self) -> None:
         self.use_selected()
-        tested: Sequence[str] = self.trainer.datamodule.tested  # type: ignore[attr-defined]
-        signals = self.facts["signals"]
         self._evaluations = {
-            name: SplitMetrics(self.specs, self._shift, self.temperature, signals=signals) for name in tested
+            name: SplitMetrics(self.specs, self._shift, self.temperature, signals=self.facts["signals"])
+            for name in self.trainer.datamodule.tested  # type: ignore[attr-defined]
         }
 
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
