@@ -82,7 +82,7 @@ class PromptSource:
     """Part of the set that is read and then split; for a known set, train means the set's default part."""
     test_split: str | None = None
     """Part of the set used only for test; null: test is taken from `split`, or is the default of a known set."""
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict, hash=False)
     """Our name of a field (prompt, id, messages, turns, ...) -> the set's name of it."""
     weight: float = 1.0
     """Share of the prompts, if there are several sets."""

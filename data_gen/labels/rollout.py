@@ -12,8 +12,6 @@ Rollouts of a DSpark draft are blocks: all states of one exist once it begins, a
 head alone. `lm.features.model` drafts one sequence in the same way, with a cache that rolls back.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -54,7 +52,9 @@ class Rollouts:
             )
         with recorded(modules_read_by(draft, target)) as outputs:
             self.target_text = ReadText(target, ids)
-        self.draft, self._length, self._cache = draft, len(ids), growing_cache(2 * len(ids))
+        self.draft = draft
+        self._length = len(ids)
+        self._cache = growing_cache(2 * len(ids))
         self._read(torch.tensor(ids, device=draft.device), features_of(outputs, self.target_text.hidden)[None])
 
     def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
@@ -92,12 +92,13 @@ class Rollouts:
         self, tokens: Tensor, positions: Tensor, states: Tensor | None, num_known: Tensor, mask: Mask | None = None
     ) -> Outputs:
         """One forward: an EAGLE draft reads `states`; in a GliDe draft a token sees `num_known` keys of the target."""
-        given: dict[str, Any] = {"cache": self._cache, "mask": mask}
         if not isinstance(self.draft, Glide):
-            return self.draft(tokens[None], states, positions[None], **given)
-        given["cross_mask"] = visible(num_known - 1, self._length)[None, None]
+            return self.draft(tokens[None], states, positions[None], cache=self._cache, mask=mask)
         keys_values = self.draft.keys_values(self.target_text.cache, self._length)
-        return self.draft(tokens[None], keys_values, positions[None], **given)
+        cross_mask = visible(num_known - 1, self._length)[None, None]
+        return self.draft(
+            tokens[None], keys_values, positions[None], cache=self._cache, mask=mask, cross_mask=cross_mask
+        )
 
 
 class BlockRollouts(Rollouts):

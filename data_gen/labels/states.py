@@ -66,18 +66,16 @@ class DraftStates:
         """`StateSource`'s states, of one batch."""
         if timing == "fed":
             # after token i was fed the state is at token i itself, one position later than the state that gave q_i
-            sequences = [text.prompt_ids + _mixed_ids(text) for text in texts]
+            sequences = [
+                text.prompt_ids
+                + mixed(torch.tensor(text.response_ids), text.draft_ids.long(), ~text.is_drafted).tolist()
+                for text in texts
+            ]
             starts = [len(text.prompt_ids) for text in texts]
         else:
             sequences = [text.prompt_ids + text.response_ids[:-1] for text in texts]
             starts = [len(text.prompt_ids) - 1 for text in texts]
         return hidden_states(self._draft, sequences, starts, layer=self._layer)
-
-
-def _mixed_ids(text: Text) -> list[int]:
-    """The mixed sequence Z of a response."""
-    response_ids = torch.tensor(text.response_ids)
-    return mixed(response_ids, text.draft_ids.long(), ~text.is_drafted).tolist()  # type: ignore[no-any-return]
 
 
 class RolloutStates:

@@ -188,7 +188,7 @@ def _follow() -> None:
     while (work := _exchange(None)) is not None:
         job, specs = work
         worker = Worker(replace(job, writes=False))
-        worker.run(specs, lambda count: None)
+        worker.run(specs, lambda count: None, lambda name: None)
         del worker
         free_memory()  # the next job loads other models
 

@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -50,9 +51,7 @@ def stages_of(data: DataConfig) -> tuple[Stage, ...]:
 
 def stage_before(stage: Stage, data: DataConfig) -> Stage | None:
     """The stage whose results this one reads; None for the first."""
-    order = stages_of(data)
-    number = order.index(stage)
-    return order[number - 1] if number else None
+    return dict(pairwise(reversed(stages_of(data)))).get(stage)
 
 
 def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
@@ -61,8 +60,10 @@ def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
     test prompts was trained on.
     """
     if config.split_weights is None:
-        weights = _kept_weights(config)
-        if weights is None and (weights := _exact_sizes(config)) is not None and is_verbose:
+        if (Path(config.dir) / "manifest.json").is_file():
+            train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
+            weights: tuple[int, int, int] | None = (train, dev, test)
+        elif (weights := _exact_sizes(config)) is not None and is_verbose:
             parts = "{:,} for train, {:,} for dev and {:,} for test".format(*weights)
             print(f"{config.prompt_sources[0].path}: {sum(weights):,} prompts, {parts}")
         config = replace(config, split_weights=weights or WEIGHTS)
@@ -71,14 +72,6 @@ def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
             raise ValueError("data.num_train is null, but the generated stories never end; set data.num_train")
         config = replace(config, num_train=len(load_prompts(config, "train")))
     return config
-
-
-def _kept_weights(config: DataConfig) -> tuple[int, int, int] | None:
-    """The shares of an existing directory; None if there is none."""
-    if not (Path(config.dir) / "manifest.json").is_file():
-        return None
-    train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
-    return train, dev, test
 
 
 def _exact_sizes(config: DataConfig) -> tuple[int, int, int] | None:
@@ -94,9 +87,9 @@ def _exact_sizes(config: DataConfig) -> tuple[int, int, int] | None:
     prompts = splittable(prompt_set, config.seed)
     num_dev = config.num_dev
     num_test = 0 if prompt_set.test_split else config.num_test
-    requested = {"train": config.num_train, "dev": num_dev, "test": num_test}
     pools = split_by_id(prompts, weights=WEIGHTS, seed=config.seed)
-    if config.num_train is not None and all(len(pools[split]) >= (requested[split] or 0) for split in SPLITS):
+    requested = {"train": config.num_train or 0, "dev": num_dev, "test": num_test}
+    if config.num_train is not None and all(len(pools[split]) >= requested[split] for split in SPLITS):
         return None
     num_rest = len(prompts) - num_dev - num_test
     if num_rest < (1 if config.num_train is None else config.num_train):
@@ -162,19 +155,23 @@ def write_files(spec: ShardSpec, answers: Answers, labelled: "Labelled", data: D
     """
     num_rows = len(answers.exchanges)
     path_in = partial(shard_path, data.dir, split=spec.split, index=spec.index)
-    columns = labelled.columns
-    layout = labelled.layout or layout_of(answers.exchanges)
+    layout = layout_of(answers.exchanges)
+    label_layout = labelled.layout or layout
     sidecar_path(path_in("rows")).unlink(missing_ok=True)  # rows on disk have no other labels than these
-    content = rows.to_safetensors(columns, layout)
-    write_shard(path_in("labels"), content, rows=num_rows, tokens=layout.num_tokens)
-    of_rows = labelled.of_rows or columns
-    has_sets = len(sources_of(data)) > 1
-    table = rows.to_parquet(answers.exchanges, of_rows, has_sets=has_sets)
-    problems = [problem._asdict() for problem in answers.problems]
-    account = {"prompts": spec.digests, "input": spec.num_requests, "ok": num_rows, "problems": problems}
-    sizes = {"batch_size": data.batch_size, "chunk_mb": data.chunk_mb}  # the rounding of forwards depends on them
-    num_tokens = layout_of(answers.exchanges).num_tokens
-    write_shard(path_in("rows"), table, rows=num_rows, tokens=num_tokens, **account, **sizes)
+    labels = rows.to_safetensors(labelled.columns, label_layout)
+    write_shard(path_in("labels"), labels, rows=num_rows, tokens=label_layout.num_tokens)
+    write_shard(
+        path_in("rows"),
+        rows.to_parquet(answers.exchanges, labelled.of_rows or labelled.columns, has_sets=len(sources_of(data)) > 1),
+        rows=num_rows,
+        tokens=layout.num_tokens,
+        prompts=spec.digests,
+        input=spec.num_requests,
+        ok=num_rows,
+        problems=[problem._asdict() for problem in answers.problems],
+        batch_size=data.batch_size,  # the rounding of forwards depends on it and on chunk_mb
+        chunk_mb=data.chunk_mb,
+    )
     forget_stages([spec], data)
 
 
@@ -201,8 +198,8 @@ def answers_in(path: Path) -> Answers:
 def forget_stages(specs: Iterable[ShardSpec], data: DataConfig) -> None:
     """Remove the results of the earlier stages of complete shards."""
     for path in [stage_path(spec, data, stage) for spec in specs for stage in ("respond", "draft")]:
-        for file in (path, sidecar_path(path)):
-            file.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        sidecar_path(path).unlink(missing_ok=True)
 
 
 def stage_path(spec: ShardSpec, data: DataConfig, stage: str) -> Path:

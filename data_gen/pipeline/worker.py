@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import DataConfig, ModelSource, PairConfig
 from data_gen.labels.chains import ChainLabeller
@@ -109,18 +109,21 @@ class Worker:
         self._asks = job.stage in ("together", "respond")
         uses_server = self._asks and "server" in (data.source, data.labels)
         self._server = self._first_requests() if uses_server else None
-        models = {name: load_model(getattr(pair, name)) for name in job.models}
-        emitting = models.get("target", models.get("draft"))
-        vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
-        for name, model in models.items():
-            check_width(model.config, vocab_size, name)
-            check_outputs(model, vocab_size, name)
-        self._models = models
-        self._vocab_size = vocab_size
+        self._models: dict[str, PreTrainedModel] = {}
+        self._load(*job.models)
         self._latest = LatestRows(max_error_share=data.max_error_share)
-        has_feature_draft = job.stage == "together" and "draft" not in models
-        self._feature_draft = feature_draft_of(pair.draft, models["target"]) if has_feature_draft else None
+        has_feature_draft = job.stage == "together" and "draft" not in job.models
+        self._feature_draft = feature_draft_of(pair.draft, self._models["target"]) if has_feature_draft else None
         self.resize(data)
+
+    def _load(self, *names: str) -> None:
+        """Load further models of the pair, and check that they fit the tokenizer."""
+        self._models |= {name: load_model(getattr(self.job.pair, name)) for name in names}
+        emitting = self._models.get("target", self._models.get("draft"))
+        self._vocab_size = vocab_size_of(self.tokenizer, None if emitting is None else emitting.config)
+        for name in names:
+            check_width(self._models[name].config, self._vocab_size, name)
+            check_outputs(self._models[name], self._vocab_size, name)
 
     def _first_requests(self) -> "CompletionsServer":
         """The servers of a run that uses any; ValueError if one does not answer or lacks an ability."""
@@ -130,14 +133,13 @@ class Worker:
         sampling = self._sampling
         generation = load_generation_config(self.job.pair.target)
         check_unsent(data.server, sampling, generation.to_diff_dict() if generation else {})
-        num = num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None
         return CompletionsServer(
             data.server,
             self._spelling,
             model=data.server.model or self.job.pair.target.path,
             sampling=sampling,
             max_new_tokens=data.max_new_tokens,
-            num_logprobs=num,
+            num_logprobs=num_logprobs_of(sampling, data.server.num_logprobs) if data.labels == "server" else None,
         )
 
     def resize(self, data: DataConfig) -> None:
@@ -154,13 +156,12 @@ class Worker:
         )
         self.chains: ChainLabeller | None = None
         if self._feature_draft is not None:
-            target = self._models["target"]
             self.chains = ChainLabeller(
                 draft=self._feature_draft,
-                target=target,
+                target=self._models["target"],
                 sampling=self._sampling,
                 vocab_size=self._vocab_size,
-                eos_ids=Pair(target, self._feature_draft, None, self.tokenizer).eos_ids,
+                eos_ids=Pair(self._models["target"], self._feature_draft, None, self.tokenizer).eos_ids,
                 draft_length=data.draft_length,
                 draft_every=data.draft_every,
                 chunk_mb=data.chunk_mb,
@@ -185,10 +186,7 @@ class Worker:
     def _target_in_process(self) -> TargetInProcess:
         """The target as a source of responses, loaded now if the stage has needed none so far."""
         if "target" not in self._models:
-            self._models["target"] = load_model(self.job.pair.target)
-            self._vocab_size = vocab_size_of(self.tokenizer, self._models["target"].config)
-            check_width(self._models["target"].config, self._vocab_size, "target")
-            check_outputs(self._models["target"], self._vocab_size, "target")
+            self._load("target")
         return TargetInProcess(
             self._models["target"],
             self._sampling,
@@ -199,9 +197,8 @@ class Worker:
             keeps_states="draft" in self._models,
         )
 
-    def run(self, specs: Sequence[ShardSpec], progress: Progress, begins: Callable[[str], None] | None = None) -> None:
+    def run(self, specs: Sequence[ShardSpec], progress: Progress, begins: Callable[[str], None]) -> None:
         """Run the stage on every shard; `begins` gets the name of each."""
-        begins = begins or (lambda name: None)
         begins(specs[0].name)
         with closing(self._with_answers(specs, progress)) as shards:  # an error ends the requests to servers
             for spec, answers in shards:
@@ -263,11 +260,10 @@ class Worker:
         size = min(data.batch_size, sum(spec.num_requests for spec in specs)) // 2
         where = f"{self.job.stage}: out of memory at {specs[0].name} with data.batch_size {data.batch_size}"
         if self.job.is_sliced or size == 0:  # other slices did not run out, and wait in a forward of the full batch
-            remedies = f"data.chunk_mb ({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) or "
-            remedies += f"data.max_prompt_tokens ({data.max_prompt_tokens}), or set data.mode: sequential"
-            smaller = f"at most {size}" if size else "1"
             raise ValueError(
-                f"{where}; set data.batch_size to {smaller}, or lower {remedies}; finished shards are kept"
+                f"{where}; set data.batch_size to {f'at most {size}' if size else '1'}, or lower data.chunk_mb "
+                f"({data.chunk_mb}), data.max_new_tokens ({data.max_new_tokens}) or data.max_prompt_tokens "
+                f"({data.max_prompt_tokens}), or set data.mode: sequential; finished shards are kept"
             )
         free_memory()
         tqdm.write(f"{where}; continuing with {size}", file=sys.stderr)  # above the progress bar
@@ -283,14 +279,11 @@ class Worker:
         else:
             answers = self._ask(spec, progress) if answers is None else answers
             columns = self._given_labels(answers)
-        if stage != "respond":
-            progress(len(answers.problems))  # they get no labels
-        label = {
-            "together": self._label_together,
-            "respond": self._label_nothing,
-            "draft": self.label_and_mix,
-            "target": self._label_drafted,
-        }[stage]
+        if stage == "respond":
+            self._finish(spec, answers, Labelled(columns, {}))
+            return
+        progress(len(answers.problems))  # they get no labels
+        label = {"together": self._label_together, "draft": self.label_and_mix, "target": self._label_drafted}[stage]
         labelled = label(spec, answers.exchanges, columns, progress)
         if labelled.broken and self.chains is None:
             labelled = self._without_broken(labelled, layout_of(answers.exchanges))
@@ -333,12 +326,6 @@ class Worker:
         if self.job.keeps_responses:
             kept = stages.answers_in(shard_path(self.data.dir, "rows", spec.split, spec.index)).exchanges
         return turns_of(spec, tokenizer=self.tokenizer, data=self.data, progress=progress, kept=kept)
-
-    @staticmethod
-    def _label_nothing(
-        spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress
-    ) -> Labelled:
-        return Labelled(dict(known), {})
 
     def _label_together(
         self, spec: ShardSpec, exchanges: Sequence[Exchange], known: Mapping[str, Tensor], progress: Progress

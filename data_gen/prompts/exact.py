@@ -39,11 +39,10 @@ def exact_source(path: str, files: str | None, builders: Mapping[str, str]) -> d
 def _refuse_empty(path: Path) -> None:
     from pyarrow import ArrowInvalid, parquet  # takes a while to import
 
-    files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+    files = [file for file in (path, *sorted(path.rglob("*"))) if file.suffix == ".parquet"]
     for file in files:
         num_rows = None
-        if file.suffix == ".parquet":
-            with suppress(ArrowInvalid, OSError):  # `datasets` reports a broken file
-                num_rows = parquet.read_metadata(file).num_rows
+        with suppress(ArrowInvalid, OSError):  # `datasets` reports a broken file
+            num_rows = parquet.read_metadata(file).num_rows
         if num_rows == 0:
             raise ValueError(f"{file} has no rows; fill it, or remove it")

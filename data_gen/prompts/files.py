@@ -9,7 +9,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedIOBase
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +45,16 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, Fields]]:
 
 def json_records(path: str | Path) -> Iterator[Record]:
     """Every line of a file that is not blank, or every entry of a .json file that is one array."""
-    try:
-        with open_lines(path) as file:
-            start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
-            file.seek(0)
-            if str(path).removesuffix(".gz").endswith(".json") and start.startswith(b"["):
-                for index, value in enumerate(_array_in(file, path)):
-                    yield f"{path} record {index}", str(index), _object_of(value)
-                return
-            for index, line in enumerate(file):
-                if line.strip():
-                    yield f"{path}:{index + 1}", str(index), _object_in(line)
-    except _BROKEN as error:
-        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch or copy it again") from error
+    with open_lines(path) as file:
+        start = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+        file.seek(0)
+        if str(path).removesuffix(".gz").endswith(".json") and start.startswith(b"["):
+            for index, value in enumerate(_array_in(file, path)):
+                yield f"{path} record {index}", str(index), _object_of(value)
+            return
+        for index, line in enumerate(file):
+            if line.strip():
+                yield f"{path}:{index + 1}", str(index), _object_in(line)
 
 
 def _array_in(file: BufferedIOBase, path: str | Path) -> list[object]:
@@ -78,7 +77,7 @@ def _object_of(value: object) -> Fields | ValueError:
     return value if isinstance(value, dict) else ValueError(f"expected a JSON object, got {type(value).__name__}")
 
 
-def table_records(path: str | Path, separator: str | None = None) -> Iterator[Record]:
+def table_records(path: str | Path) -> Iterator[Record]:
     """Every row of a CSV or TSV file with a header. All cells are text; an empty one is None. A TSV file in which
     quotation marks do not pair has no quoted cells. The separator of a CSV file is found in its header.
 
@@ -88,12 +87,11 @@ def table_records(path: str | Path, separator: str | None = None) -> Iterator[Re
     is_tsv = str(path).removesuffix(".gz").endswith(".tsv")
     csv.field_size_limit(_MAX_CELL)
     is_plain = is_tsv and not _has_paired_quotes(path)
-    separator = separator or _separator(path, is_tsv=is_tsv)
     try:
         with open_lines(path) as file:
             rows = csv.reader(
                 _text(file),
-                delimiter=separator,
+                delimiter="\t" if is_tsv else _separator(path),
                 quoting=csv.QUOTE_NONE if is_plain else csv.QUOTE_MINIMAL,
                 strict=True,
             )
@@ -108,15 +106,12 @@ def table_records(path: str | Path, separator: str | None = None) -> Iterator[Re
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text; save the file in that encoding") from error
-    except _BROKEN as error:
-        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch or copy it again") from error
 
 
 def _row(names: list[str], cells: list[str]) -> Fields | ValueError:
     if len(cells) > len(names):
         return ValueError(f"expected {len(names)} cells, as in the header, got {len(cells)}")
-    padded = cells + [""] * (len(names) - len(cells))
-    return {name: cell or None for name, cell in zip(names, padded, strict=True)}
+    return {name: cell or None for name, cell in zip_longest(names, cells)}
 
 
 def _has_paired_quotes(path: str | Path) -> bool:
@@ -127,16 +122,14 @@ def _has_paired_quotes(path: str | Path) -> bool:
         with open_lines(path) as file:
             lines = [line for line in _text(file) if line.strip()]
         rows = list(csv.reader(lines, delimiter="\t", strict=True))
-    except (csv.Error, UnicodeDecodeError, *_BROKEN):
+    except (csv.Error, ValueError):  # what `table_records` reports
         return False
     num_tabs = {line.count("\t") for line in lines}
     return len({len(row) for row in rows}) <= 1 and (len(num_tabs) > 1 or len(rows) == len(lines))
 
 
-def _separator(path: str | Path, *, is_tsv: bool) -> str:
-    """The separator of a CSV or TSV file; some programs write semicolons."""
-    if is_tsv:
-        return "\t"
+def _separator(path: str | Path) -> str:
+    """The separator of a CSV file; some programs write semicolons."""
     with open_lines(path) as file:
         header = file.readline()
     return ";" if header.count(b";") > header.count(b",") else ","
@@ -148,18 +141,24 @@ def _text(file: BufferedIOBase) -> Iterator[str]:
         yield line.decode("utf-8-sig" if number == 0 else "utf-8")
 
 
-def open_lines(path: str | Path) -> BufferedIOBase:
-    """Open a file for reading lines, decompressed if it begins as a gzip file; ValueError for one that is no text."""
+@contextmanager
+def open_lines(path: str | Path) -> Iterator[BufferedIOBase]:
+    """A file for reading lines, decompressed if it begins as a gzip file; ValueError for one that is no text, or
+    damaged.
+    """
     with open(path, "rb") as file:
         start = file.read(1024)
-    if start.startswith(_GZIP):
-        return gzip.open(path, "rb")
+    is_gzip = start.startswith(_GZIP)
     kind = next((kind for magic, kind in _MAGIC.items() if start.startswith(magic)), None)
-    if kind is None and b"\x00" in start:
+    if kind is None and b"\x00" in start and not is_gzip:
         kind = "is a binary file; save it as JSONL, CSV or Parquet"
     if kind is not None:
         raise ValueError(f"{path} {kind}")
-    return open(path, "rb")
+    try:
+        with gzip.open(path, "rb") if is_gzip else open(path, "rb") as lines:
+            yield lines
+    except _BROKEN as error:
+        raise ValueError(f"{path} is a damaged gzip file ({error}); fetch or copy it again") from error
 
 
 def states_of(path: Path) -> Iterator[str]:

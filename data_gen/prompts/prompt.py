@@ -169,15 +169,14 @@ def _mapped(record: Fields, columns: Mapping[str, str]) -> Fields:
     if missing := [column for column in columns.values() if column not in record]:
         fields = ", ".join(sorted(record))
         raise ValueError(f"there is no column {missing[0]!r} (data.prompts.columns); it has {fields}")
-    replaced = {name for group in _GROUPS if not columns.keys().isdisjoint(group) for name in group}
-    kept = {name: value for name, value in record.items() if name not in replaced and name not in columns.values()}
+    kept = {name: value for name, value in without_replaced(record, columns).items() if name not in columns.values()}
     return kept | {name: record[column] for name, column in columns.items()}
 
 
-def without_replaced(known: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, str]:
-    """A known set's mapping without what a user's mapping of the same part of a prompt replaces."""
+def without_replaced(known: Fields, columns: Mapping[str, str]) -> Fields:
+    """A record, or a known set's mapping, without what a user's mapping of the same part of a prompt replaces."""
     replaced = {name for group in _GROUPS if not columns.keys().isdisjoint(group) for name in group}
-    return {name: column for name, column in known.items() if name not in replaced}
+    return {name: value for name, value in known.items() if name not in replaced}
 
 
 def _report_ignored(path: str, rivals: Mapping[str, Iterable[str]], unused: Iterable[str]) -> None:

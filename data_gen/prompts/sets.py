@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -58,14 +59,10 @@ SETS = {
 """The path of a prompt source -> the set."""
 _BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """Suffix of a file -> its builder in `datasets`; all others are JSONL."""
-_SUFFIXES = (*_BUILDERS, ".jsonl", ".json")
 _LOADED = _BUILDERS | {".jsonl": "json", ".json": "json"}
 """Suffix of a file in a directory -> its builder."""
 _BEFORE: dict[Split, tuple[Split, ...]] = {"test": (), "dev": ("test",), "train": ("test", "dev")}
 """Split -> those that keep a repeated prompt instead of it."""
-_PARSED: dict[tuple[str, ...], tuple[list[Prompt], dict[str, str]]] = {}
-"""Set, part and states of files -> what `read` returns, for the newest `_MAX_PARSED`."""
-_MAX_PARSED = 8
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _FORMS = (
     f"stories, {', '.join(SETS)}, a file (JSONL, .json, {', '.join(_BUILDERS)}), a directory of such files, or "
@@ -307,7 +304,8 @@ def set_of(source: PromptSource) -> PromptSet:
     if not path.name:
         raise ValueError(f"data.prompts is {source.path!r}, which names no set; set it to {_FORMS}")
     if path.is_file():  # a file may have the name of a set
-        return PromptSet(**vars(source) | {"path": _BUILDERS.get(_ending(path), "json"), "data_files": source.path})
+        suffix = Path(path.name.removesuffix(".gz")).suffix
+        return PromptSet(**vars(source) | {"path": _LOADED.get(suffix, "json"), "data_files": source.path})
     if source.path in SETS and not path.is_dir():
         known = SETS[source.path]
         columns = without_replaced(known.columns, source.columns) | source.columns
@@ -315,7 +313,7 @@ def set_of(source: PromptSource) -> PromptSet:
         if source.split not in (PromptSource.split, known.split):  # the set's own test part belongs to its default part
             prompt_set = replace(prompt_set, split=source.split, test_split=None, shares=None)
         return replace(prompt_set, test_split=source.test_split or prompt_set.test_split)
-    if path.is_dir() or (_HUB_ID.fullmatch(source.path) and path.suffix not in _SUFFIXES):
+    if path.is_dir() or (_HUB_ID.fullmatch(source.path) and path.suffix not in _LOADED):
         return PromptSet(**vars(source))
     raise FileNotFoundError(
         f"data.prompts is {source.path!r}, which does not exist and is not a known set; set it to {_FORMS}"
@@ -325,11 +323,7 @@ def set_of(source: PromptSource) -> PromptSet:
 def set_name(path: str) -> str:
     """The name of a set: its file name without suffix, or the last part of a path or hub id."""
     name = Path(path.removesuffix(".gz"))
-    return name.stem if name.suffix in _SUFFIXES else Path(path).name
-
-
-def _ending(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix
+    return name.stem if name.suffix in _LOADED else Path(path).name
 
 
 def load(prompt_set: PromptSet, part: str | None = None) -> list[Prompt]:
@@ -354,18 +348,14 @@ def read(prompt_set: PromptSet, part: str | None = None) -> tuple[list[Prompt], 
         FileNotFoundError: the hub cannot be reached and the set is not in its cache.
         ValueError: an unreadable file, or one with at least half of its records unreadable.
     """
-    part = part or prompt_set.split
-    key = (repr(prompt_set), part, *states_of(Path(prompt_set.data_files or prompt_set.path)))
-    if key not in _PARSED:
-        parsed = _parsed(prompt_set, part)
-        if len(_PARSED) == _MAX_PARSED:
-            del _PARSED[next(iter(_PARSED))]
-        _PARSED[key] = parsed
-    prompts, problems = _PARSED[key]
+    states = states_of(Path(prompt_set.data_files or prompt_set.path))
+    prompts, problems = parsed(prompt_set, part or prompt_set.split, *states)
     return list(prompts), dict(problems)
 
 
-def _parsed(prompt_set: PromptSet, part: str) -> tuple[list[Prompt], dict[str, str]]:
+@lru_cache(maxsize=8)
+def parsed(prompt_set: PromptSet, part: str, *_states: str) -> tuple[list[Prompt], dict[str, str]]:
+    """What `read` returns, for files in these states."""
     file = str(prompt_set.data_files)
     if prompt_set.path == "json" and Path(file).is_file():
         records = json_records(file)

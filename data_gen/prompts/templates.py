@@ -73,13 +73,12 @@ def show_first(prompts: Iterable[Prompt], tokenizer: "PreTrainedTokenizerBase", 
     refuses every prompt.
     """
     refused: RefusedPromptError | None = None
-    for prompt in prompts:
-        if prompt.is_text and prompt.text.strip():
-            try:
-                print(line_of_prompt(prompt, tokenizer, template))
-                return
-            except RefusedPromptError as error:
-                refused = refused or error
+    for prompt in (prompt for prompt in prompts if prompt.is_text and prompt.text.strip()):
+        try:
+            print(line_of_prompt(prompt, tokenizer, template))
+            return
+        except RefusedPromptError as error:
+            refused = refused or error
     if refused is not None:
         raise refused
 
@@ -122,9 +121,7 @@ def _chat(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[
     if isinstance(text, str) and _has_all(text, messages):
         return text
     # templates of models that also read images expect a list of parts
-    parts: list[Fields] = []
-    for message in messages:
-        parts.append(message | {"content": [{"type": "text", "text": message["content"]}]})
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
     of_parts = _attempt(parts, tokenizer, tools, template)
     is_whole = isinstance(of_parts, str) and _has_all(of_parts, messages)
     # a template that does not loop over the parts writes the list itself, as Python does

@@ -86,7 +86,6 @@ class ResponseSource(Protocol):
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """One answer per request, in order; deterministic in requests and seed, as far as the source allows."""
-        ...
 
 
 class Answers(NamedTuple):
@@ -210,8 +209,11 @@ def _request(
         return Problem(name, "skipped", "empty prompt")
     if not prompt.is_text:
         return Problem(name, "skipped", "the prompt has a lone surrogate (half of a character)")
-    responses = [answer.response_ids for answer in earlier if isinstance(answer, Exchange)]
-    replies = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in responses]
+    replies = [
+        str(tokenizer.decode(answer.response_ids, skip_special_tokens=True))
+        for answer in earlier
+        if isinstance(answer, Exchange)
+    ]
     try:
         text = render(prompt, tokenizer, data.template, replies)
     except RefusedPromptError as error:

@@ -130,8 +130,7 @@ class Servers:
                     self._live.remove(url)
                     self._end = str(error)
                     if self._live:
-                        message = f"{error}; {len(self._live)} other servers take over its requests"
-                        tqdm.write(message, file=sys.stderr)
+                        tqdm.write(f"{error}; {len(self._live)} other servers take over its requests", file=sys.stderr)
             finally:
                 if url in self._live or not self._live:  # without a server, each request that ends wakes the next
                     self._slots.put_nowait(url)
@@ -291,8 +290,9 @@ class CompletionsServer:
                     "belong to another position or another response"
                 )
         drawn = [token for token in tokens if token is not None] if are_drawn else None
-        of_run = {"num_logprobs": self.num_logprobs, "num_ids": self.spelling.num_ids}
-        return distributions_of(positions, self.sampling, **of_run, drawn=drawn)
+        return distributions_of(
+            positions, self.sampling, num_logprobs=self.num_logprobs, num_ids=self.spelling.num_ids, drawn=drawn
+        )
 
     def _body(self, request: Request) -> dict[str, Any]:
         """The request's body, from which the server reads exactly `prompt_ids`."""

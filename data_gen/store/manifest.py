@@ -135,8 +135,10 @@ FORMAT = 3
 _PACKAGES = ("torch", "transformers", "tokenizers")
 """Packages that affect the rows; compared up to their minor version."""
 _WRITERS = ("safetensors", "pyarrow")
-_UNCOMPARED = {"dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"}
-_UNCOMPARED |= {"num_train", "num_dev", "num_test", "labels"}
+_UNCOMPARED = {
+    *("dir", "engine", "ray", "server", "responses", "split_ids", "batch_size", "chunk_mb", "max_error_share"),
+    *("num_train", "num_dev", "num_test", "labels"),
+}
 _OF_STATES = ("features", "feature_dtype")
 """Entries of earlier versions, whose data had hidden states."""
 _OF_SERVER = ("model", "kind", "prompt_as", "extra")
@@ -153,12 +155,8 @@ def make_manifest(
     pair: PairConfig, data: DataConfig, *, tokenizer: "PreTrainedTokenizerBase", split: Mapping[str, object]
 ) -> dict[str, Any]:
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
-    is_served = "server" in (data.source, data.labels)
     has_feature_draft = bool(released_layout_of(pair.draft))
-    server = None
-    if is_served:
-        settings = asdict(data.server)
-        server = {name: settings[name] for name in _OF_SERVER}
+    server = {name: getattr(data.server, name) for name in _OF_SERVER}
     compared = {name: value for name, value in asdict(data).items() if name not in _UNCOMPARED}
     return {
         "format": FORMAT,
@@ -172,7 +170,7 @@ def make_manifest(
         # null, as in directories made before the setting existed
         "draft_every": data.draft_every if data.draft_every > 1 and has_feature_draft else None,
         "labels": data.labels if data.labels == "server" else None,
-        "server": server,
+        "server": server if "server" in (data.source, data.labels) else None,
         "responses": _described_file(Path(str(data.responses)), Path(data.dir)) if data.source == "file" else None,
         "generator": GENERATOR,
         "split": dict(split),
@@ -231,8 +229,9 @@ def refuse_older(manifest: Manifest, directory: str | Path) -> None:
     if (format_ := manifest.get("format", FORMAT)) != FORMAT:
         raise ValueError(f"{directory} has data format {format_}, but this version reads format {FORMAT}; {remedy}")
     if (mixes := manifest.get("mixes", 1)) != 1:
-        problem = f"{directory} has {mixes} token mixings per response (data.mixes)"
-        raise ValueError(f"{problem}, but this version reads one; {remedy}")
+        raise ValueError(
+            f"{directory} has {mixes} token mixings per response (data.mixes), but this version reads one; {remedy}"
+        )
 
 
 def settle(directory: str | Path, manifest: Manifest, *, setting: str = "data.dir") -> None:
@@ -304,10 +303,15 @@ def digest(text: str) -> str:
 
 def git_commit() -> str | None:
     """The commit of the project's checkout; None where it is installed without git."""
-    command = ["git", "rev-parse", "HEAD"]
-    folder = Path(__file__).parent
     try:
-        answer = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=10, check=False)
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=10,
+            check=False,
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None

@@ -16,9 +16,9 @@ from tests.toys.saved_pair import save_toy
 
 
 @pytest.fixture(autouse=True)
-def _unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unparsed() -> None:
     """Each test parses its prompt sets: those of the hub are other ones in each test."""
-    monkeypatch.setattr(sets, "_PARSED", {})
+    sets.parsed.cache_clear()
 
 
 @pytest.fixture(scope="session")
