@@ -73,7 +73,7 @@ class Experiment:
     @cached_property
     def data(self) -> DataConfig:
         """The prompts and their splits, as in training."""
-        return settled(self._config.data, is_verbose=False)  # `data` has printed it
+        return settled(self._config.data, say=None)  # `data` has printed it
 
     @cached_property
     def pair(self) -> "Pair":

@@ -12,8 +12,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,69 +51,69 @@ next shard. Of 256 sequences with 16 to 256 tokens, 135 are active on average at
 """
 _SHARD_S = 600.0
 """Recommend smaller shards if one takes longer: an interrupted run loses its unfinished ones."""
+Say = Callable[[str, str], None]
+"""Takes the lines of a plan, each after the name of what it is about: a total, disk, time, note, warning, …"""
 
 
-def plan(config: Config, *, sample: int = 32, head_weights: int = 0) -> dict[str, Any]:
+def printed(_: str, line: str) -> None:
+    """Print a line of a plan."""
+    print(line)
+
+
+def plan(config: Config, *, sample: int = 32, head_weights: int = 0, say: Say = printed) -> dict[str, Any]:
     """Rows, tokens, forward passes, disk, time and memory by stage (bytes) of a run, before running it.
 
     Args:
         config: the experiment.
         sample: number of prompts to make and time, at most half a minute; 0 loads no model.
         head_weights: weights of all heads together.
+        say: gets each line of the report.
     """
-    pair = config.pair
     data = config.data
     specs = list[ShardSpec]()
-    check_settings(pair, data)
-    needs = _check_memory(config, is_measured=sample > 0, head_weights=head_weights)  # needs no prompts, so it is first
-    num_rows = (data.num_train or 0) + data.num_dev + data.num_test
+    check_settings(config.pair, data)
+    needs = _check_memory(config, say, is_measured=sample > 0, head_weights=head_weights)  # first: it needs no prompts
     try:
-        data = settled(data)
+        data = settled(data, say=partial(say, "splits"))
         specs = [spec for spec in shards_of(data) if not is_done(spec, data)]
         num_rows = sum(spec.num_requests for spec in specs)
     except FileNotFoundError as error:
         if sample or data.num_train is None:
             raise
-        print(f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
+        num_rows = data.num_train + data.num_dev + data.num_test
+        say("note", f"note: prompts are not available, so rows are data.num_train + num_dev + num_test ({error})")
     if num_rows == 0:
-        print(f"{data.dir}: all shards are complete, nothing to do")
+        say("done", f"{data.dir}: all shards are complete, nothing to do")
         return {"rows": 0}
     prompts = [prompt for spec in specs for prompt in spec.prompts]
-    is_cut = False
-    if sample:
-        check_lengths(pair, data)
-        refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
-        row, is_cut, origin = _measured(pair, data, prompts[:sample])
-    else:
-        row = _bound(pair, data)
-        origin = "upper bounds, nothing measured"
+    row, is_cut, origin = _measured(config.pair, data, prompts[:sample]) if sample else _bound(config.pair, data)
     totals = _totals(config, data, num_rows, row) | {"is_cut": is_cut}
     totals["memory_bytes"] = {need.stage: need.total for need in needs}
-    print(f"{data.dir}: {num_rows:,} rows to make ({origin})")
+    say("origin", f"{data.dir}: {num_rows:,} rows to make ({origin})")
     if sets := Counter(prompt.set for prompt in prompts if prompt.set):
-        print("  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
-    _report(config.heads, data, totals)
+        say("sets", "  prompts           " + ", ".join(f"{name} {count:,}" for name, count in sets.items()))
+    _report(config.heads, data, totals, say)
     return totals
 
 
-def _check_memory(config: Config, *, is_measured: bool, head_weights: int) -> list[memory.Need]:
-    """Print the memory of each stage; refuse a measured plan that does not fit, else warn."""
+def _check_memory(config: Config, say: Say, *, is_measured: bool, head_weights: int) -> list[memory.Need]:
+    """Say the memory of each stage; refuse a measured plan that does not fit, else warn."""
     if released_layout_of(config.pair.draft):
-        print("memory: not estimated for a feature draft, which takes about as much as one layer of the target")
+        say("memory", "memory: not estimated for a feature draft, which takes about as much as one layer of the target")
         return []
     gpus = memory.gpus_of(config.pair.gpus)
     whose = "the GPUs of this machine"
     needs = memory.needs(config, max(1, len(gpus)), head_weights=head_weights)
     if config.pair.gpus:
         whose = f"pair.gpus {config.pair.gpus} (null: {whose})"
-    print(f"memory, compared with {whose}:")
+    say("memory", f"memory, compared with {whose}:")
     for need in needs:
         room = f" of {need.memory(gpus) / memory.GB:,.0f} GB" if gpus else ""
-        print(f"  {need.stage:<24} {need.total / memory.GB:>8,.1f} GB{room} = {need}")
+        say("memory", f"  {need.stage:<24} {need.total / memory.GB:>8,.1f} GB{room} = {need}")
     for problem in filter(None, (need.problem(gpus) for need in needs)):
         if is_measured:
             raise ValueError(f"{problem} (or pass --sample 0 to plan without loading)")
-        print(f"warning: {problem}")
+        say("warning", f"warning: {problem}")
     return needs
 
 
@@ -120,9 +121,8 @@ def _totals(config: Config, data: DataConfig, num_rows: int, row: Mapping[str, f
     """What so many rows take, by the means of one row, and what training computes from them."""
     num_tokens = num_rows * row["response_tokens"]
     width, num_drafted = _drafted(config.pair, data)
-    num_states = len(config.heads.state_timings)
+    num_states = len(config.heads.state_timings) if config.heads.states == "cached" else 0
     state_bytes = num_drafted * width * getattr(torch, config.heads.state_dtype).itemsize
-    is_cached = config.heads.states == "cached"
     has_feature_draft = released_layout_of(config.pair.draft) is not None
     # disk_usage needs an existing folder, and data.dir may not exist yet
     folder = next(path for path in (Path(data.dir).absolute(), *Path(data.dir).absolute().parents) if path.exists())
@@ -134,9 +134,9 @@ def _totals(config: Config, data: DataConfig, num_rows: int, row: Mapping[str, f
         "target_sequence_forwards": num_rows if data.labels == "target" else 0,
         "draft_sequence_forwards": num_rows,
         "disk_bytes": round(num_rows * row["disk_bytes"]),
-        "state_forwards": num_rows * num_states if is_cached else 0,
-        "state_target_forwards": num_rows * num_states if is_cached and has_feature_draft else 0,
-        "state_bytes": round(num_tokens * state_bytes) * num_states if is_cached else 0,
+        "state_forwards": num_rows * num_states,
+        "state_target_forwards": num_rows * num_states if has_feature_draft else 0,
+        "state_bytes": round(num_tokens * state_bytes) * num_states,
         "free_bytes": shutil.disk_usage(folder).free,
         "time_s": row["token_s"] * num_tokens if "token_s" in row else None,
     }
@@ -144,6 +144,8 @@ def _totals(config: Config, data: DataConfig, num_rows: int, row: Mapping[str, f
 
 def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tuple[dict[str, float], bool, str]:
     """Means of a row of a sample, whether the sample was shortened to stay within its time, and a phrase about it."""
+    check_lengths(pair, data)
+    refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
         spec = ShardSpec("train", 0, tuple(prompts))
@@ -208,18 +210,19 @@ def _drafted(pair: PairConfig, data: DataConfig) -> tuple[int, float]:
     return width, data.draft_length / data.draft_every
 
 
-def _bound(pair: PairConfig, data: DataConfig) -> dict[str, float]:
-    """Upper bounds of a row, from the YAML."""
+def _bound(pair: PairConfig, data: DataConfig) -> tuple[dict[str, float], bool, str]:
+    """Upper bounds of a row, from the YAML; as `_measured` returns them."""
     _, num_drafted = _drafted(pair, data)
     token_bytes = _ROW_BYTES_PER_TOKEN + num_drafted * _LABEL_BYTES_PER_TOKEN
-    return {
+    row = {
         "prompt_tokens": float(data.max_prompt_tokens),
         "response_tokens": float(data.max_new_tokens),
         "disk_bytes": data.max_new_tokens * token_bytes,
     }
+    return row, False, "upper bounds, nothing measured"
 
 
-def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> None:
+def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any], say: Say) -> None:
     by_server = ", as the server provides the labels" if data.labels == "server" else ""
     facts = (
         ("rows", "rows", ""),
@@ -230,33 +233,33 @@ def _report(heads: HeadsConfig, data: DataConfig, totals: Mapping[str, Any]) -> 
         ("draft forwards", "draft_sequence_forwards", " whole sequences"),
     )
     for label, name, unit in facts:
-        print(f"  {label:<18}{totals[name]:>15,}{unit}")
-    disk_bytes = totals["disk_bytes"]
-    free_bytes = totals["free_bytes"]
-    time_s = totals["time_s"]
-    print(f"  disk              {disk_bytes / 1e9:>15,.3f} GB of rows and labels, free {free_bytes / 1e9:,.1f} GB")
-    _report_states(heads, totals)
+        say(name, f"  {label:<18}{totals[name]:>15,}{unit}")
+    disk_gb = totals["disk_bytes"] / 1e9
+    free_gb = totals["free_bytes"] / 1e9
+    say("disk", f"  disk              {disk_gb:>15,.3f} GB of rows and labels, free {free_gb:,.1f} GB")
+    _report_states(heads, totals, say)
     is_drained = data.rows_per_shard < _BATCHES_PER_SHARD * data.batch_size and totals["rows"] > data.rows_per_shard
-    cause = _cause_of_drains(data)
-    if cause is not None and is_drained:
-        print(
+    if is_drained and (cause := _cause_of_drains(data)) is not None:
+        say(
+            "note",
             f"note: with {cause} a batch drains at the end of each shard, so {data.batch_size} sequences "
             f"(data.batch_size) with {data.rows_per_shard} rows per shard leave a part of it idle, half if a shard is "
             f"one batch; data.rows_per_shard {2 * _BATCHES_PER_SHARD * data.batch_size} leaves a seventh, and "
-            "data.mode: sequential with engine: local, whose batches serve the next shard too, next to nothing"
+            "data.mode: sequential with engine: local, whose batches serve the next shard too, next to nothing",
         )
-    if time_s is not None:
+    if (time_s := totals["time_s"]) is not None:
         workers = data.ray.num_workers if data.engine == "ray" else 1
         shared = f" / {workers} workers = {duration(time_s / workers)}" if workers > 1 else ""
-        print(f"  time        about {duration(time_s):>15} on this machine, or less{shared}")
+        say("time", f"  time        about {duration(time_s):>15} on this machine, or less{shared}")
         if advised := shard_size(data, totals):
-            print(
+            say(
+                "shard size",
                 f"warning: a shard of {data.rows_per_shard} responses takes about "
                 f"{duration(time_s / totals['rows'] * data.rows_per_shard)}, which an interrupted run would "
-                f"lose; set data.rows_per_shard to {advised}"
+                f"lose; set data.rows_per_shard to {advised}",
             )
-    if disk_bytes + totals["state_bytes"] > free_bytes:
-        print("warning: not enough free disk space; free some, use fewer prompts, or heads.states: online")
+    if totals["disk_bytes"] + totals["state_bytes"] > totals["free_bytes"]:
+        say("warning", "warning: not enough free disk space; free some, use fewer prompts, or heads.states: online")
 
 
 def _cause_of_drains(data: DataConfig) -> str | None:
@@ -268,18 +271,17 @@ def _cause_of_drains(data: DataConfig) -> str | None:
     return "data.mode: together" if data.mode == "together" else None
 
 
-def _report_states(heads: HeadsConfig, totals: Mapping[str, Any]) -> None:
+def _report_states(heads: HeadsConfig, totals: Mapping[str, Any], say: Say) -> None:
     """What training adds: hidden states, in a cache or for each batch."""
     timings = " and ".join(heads.state_timings)
     if heads.states == "online":
-        print(f"  hidden states     none on disk: training runs the draft over each batch ({timings})")
+        say("states", f"  hidden states     none on disk: training runs the draft over each batch ({timings})")
         return
     num_forwards = f"{totals['state_forwards']:,} whole sequences of the draft"
     if totals["state_target_forwards"]:
         num_forwards += " and of the target, whose states it reads"
-    print(
-        f"  hidden states     {totals['state_bytes'] / 1e9:>15,.3f} GB ({timings}), cached by `train`: {num_forwards}"
-    )
+    size_gb = totals["state_bytes"] / 1e9
+    say("states", f"  hidden states     {size_gb:>15,.3f} GB ({timings}), cached by `train`: {num_forwards}")
 
 
 def shard_size(data: DataConfig, totals: Mapping[str, Any]) -> int | None:

@@ -14,7 +14,7 @@ a digest of every prompt that it was made from, so that shards of other prompts 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -54,18 +54,18 @@ def stage_before(stage: Stage, data: DataConfig) -> Stage | None:
     return dict(pairwise(reversed(stages_of(data)))).get(stage)
 
 
-def settled(config: DataConfig, *, is_verbose: bool = True) -> DataConfig:
+def settled(config: DataConfig, *, say: Callable[[str], None] | None = print) -> DataConfig:
     """The section with `split_weights` and `num_train` as numbers. An existing directory keeps its shares, so
     that no prompt moves from one split to another. Evaluation settles the section as `data` did, so none of its
-    test prompts was trained on.
+    test prompts was trained on. `say` gets a line about new sizes.
     """
     if config.split_weights is None:
         if (Path(config.dir) / "manifest.json").is_file():
             train, dev, test = read_manifest(config.dir).get("split_weights") or WEIGHTS
             weights: tuple[int, int, int] | None = (train, dev, test)
-        elif (weights := _exact_sizes(config)) is not None and is_verbose:
+        elif (weights := _exact_sizes(config)) is not None and say is not None:
             parts = "{:,} for train, {:,} for dev and {:,} for test".format(*weights)
-            print(f"{config.prompt_sources[0].path}: {sum(weights):,} prompts, {parts}")
+            say(f"{config.prompt_sources[0].path}: {sum(weights):,} prompts, {parts}")
         config = replace(config, split_weights=weights or WEIGHTS)
     if config.num_train is None:
         if any(source.path == "stories" for source in config.prompt_sources):

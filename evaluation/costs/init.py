@@ -6,9 +6,7 @@
 import math
 import re
 import timeit
-from contextlib import redirect_stdout
 from dataclasses import asdict, replace
-from io import StringIO
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
@@ -24,7 +22,7 @@ from configs.load import accepts_yaml
 from configs.paths import local_path
 from data_gen.pipeline.command import check_settings, hint_at_few
 from data_gen.pipeline.lengths import limit_of
-from data_gen.pipeline.plan import duration, shard_size
+from data_gen.pipeline.plan import Say, duration, printed, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.prompts.sets import is_generated, load, set_of, splittable
 from data_gen.prompts.templates import show_first
@@ -44,19 +42,10 @@ _FEWEST = 10
 """Prompts that an experiment needs."""
 _MOST_HELD_OUT = 100
 _MOST_TRAIN = 4000
-_PLAN_LINES = (
-    "rows",
-    "response tokens",
-    "disk",
-    "time",
-    "train:",
-    "evaluate",
-    "together",
-    "warning",
-    "note",
-    "not measured",
-)
-"""First words of the lines of `plan` that the YAML repeats."""
+_REPEATED = ("rows", "response_tokens", "disk", "time", "train", "evaluate", "together", "warning", "note")
+"""What the lines of `plan` that the YAML repeats are about. It has no memory table, only its warnings; and no warning
+about shards, which `init` follows.
+"""
 _SAMPLE = 32
 """Number of sample prompts to time, at most half a minute."""
 _FLOPS_PER_WEIGHT = 6
@@ -86,8 +75,7 @@ def init(
     if path.exists() and not force:
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
     target_source = schema.ModelSource(path=target)
-    flags = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    sampling, notes = default_sampling(target_source, flags)
+    sampling, notes = default_sampling(target_source, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
     pair = schema.PairConfig(target=target_source, draft=schema.ModelSource(path=draft), sampling=sampling)
     source = schema.PromptSource(path=prompts, columns={"prompt": column} if column else {})
     text = _experiment_file(pair, source, path, notes=notes, allow_large_draft=allow_large_draft)
@@ -110,9 +98,8 @@ def _experiment_file(
     for model in (pair.target, pair.draft):
         refuse_no_model(model.path)
     prompt_set = set_of(source)
-    num_records = len(load(prompt_set))
     prompts = splittable(prompt_set, schema.DataConfig.seed)
-    config = _experiment(pair, source, num_prompts=len(prompts), num_records=num_records, name=path.stem)
+    config = _experiment(pair, source, num_prompts=len(prompts), num_records=len(load(prompt_set)), name=path.stem)
     check_limits(config)
     check_settings(pair, config.data)
     if not allow_large_draft:
@@ -159,15 +146,18 @@ def _experiment(
 
 def _plan(config: schema.Config) -> tuple[list[str], dict[str, Any]]:
     """Lines of `plan` on this machine, and its totals; if the models do not fit, the reason comes first."""
-    with redirect_stdout(StringIO()) as output:
-        try:
-            totals = plan(config, sample=_SAMPLE)
-        except ValueError as error:
-            print(f"not measured: {error}")
-            totals = plan(config, sample=0)
-    # no memory table, only its warnings; and no warning about shards, which `init` follows
-    lines = map(str.strip, output.getvalue().splitlines())
-    return [line for line in lines if line.startswith(_PLAN_LINES) and not line.startswith("warning: a shard")], totals
+    lines: list[str] = []
+
+    def keep(name: str, line: str) -> None:
+        if name in _REPEATED:
+            lines.append(line.strip())
+
+    try:
+        totals = _estimated(config, keep, sample=_SAMPLE)
+    except ValueError as error:
+        lines.append(f"not measured: {error}")
+        totals = _estimated(config, keep, sample=0)
+    return lines, totals
 
 
 def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Path) -> str:
@@ -183,8 +173,11 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
     sampling = ", ".join(f"{name}: {str(value).removesuffix('.0')}" for name, value in values.items())
     num_train = "null" if data.num_train is None else data.num_train
     note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
-    names = ("max_prompt_tokens", "rows_per_shard")
-    changed = [name for name in names if getattr(data, name) != getattr(schema.DataConfig, name)]
+    changed = [
+        name
+        for name in ("max_prompt_tokens", "rows_per_shard")
+        if getattr(data, name) != getattr(schema.DataConfig, name)
+    ]
     others = "".join(f", {name}: {getattr(data, name)}" for name in changed)
     lines = [
         f"# acceptance-heads all --config {quote(str(path))}: data, training, export, evaluation, threshold.",
@@ -214,24 +207,30 @@ def _quoted(text: str) -> str:
 @accepts_yaml
 def plan(config: schema.Config, *, sample: int = 32) -> dict[str, Any]:
     """Run `acceptance-heads plan`; `configs.making` documents its flags."""
+    totals = _estimated(config, printed, sample=sample)
+    say_next(config, "all", " (every step; finished work is kept), or data (the first step)")
+    return totals
+
+
+def _estimated(config: schema.Config, say: Say, *, sample: int) -> dict[str, Any]:
+    """The totals of the data; `say` gets the lines about data, training and evaluation."""
     num_weights = head_weights(config)
-    totals = plan_data(config, sample=sample, head_weights=num_weights)
-    print(f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")
+    totals = plan_data(config, sample=sample, head_weights=num_weights, say=say)
+    say("heads", f"heads: {num_weights:,} weights in total, {len(specs(config.heads))} heads")
     step_flop = float(_FLOPS_PER_WEIGHT) * num_weights * config.heads.batch_size * config.data.max_new_tokens
     if step_flop >= _LARGE_STEP_FLOP and config.trainer.get("precision") in (None, "32-true", "32", 32):
-        print(
+        say(
+            "train",
             f"train: up to {step_flop / 1e12:,.0f} TFLOP per step; on GPUs, --trainer.precision bf16-mixed would save "
-            "half of their time in TF32 (the default), by the rates of tensor cores"
+            "half of their time in TF32 (the default), by the rates of tensor cores",
         )
-    known_s = [totals["time_s"]] if totals.get("time_s") else []
-    if known_s:
-        known_s.append(training_s(config, totals, num_weights))
-        print(f"train: about {duration(known_s[-1])} on this machine's CPU, or less")
     line, timing_s = timing_line(config)
-    print(line)
-    if known_s:
-        print(f"together about {duration(sum(known_s) + timing_s)}, plus the traces of evaluate and tune")
-    say_next(config, "all", " (every step; finished work is kept), or data (the first step)")
+    if data_s := totals.get("time_s"):
+        train_s = training_s(config, totals, num_weights)
+        say("train", f"train: about {duration(train_s)} on this machine's CPU, or less")
+    say("evaluate", line)
+    if data_s:
+        say("together", f"together about {duration(data_s + train_s + timing_s)}, plus the traces of evaluate and tune")
     return totals
 
 

@@ -21,7 +21,7 @@ def write(path: Path, numbers: range, *, every: str = "Say it {}.") -> str:
 
 def pools(config: DataConfig) -> dict[str, list[str]]:
     """Ids of all prompts of each split that has any."""
-    data, every = settled(config, is_verbose=False), dict.fromkeys(SPLITS, 10**9)
+    data, every = settled(config, say=None), dict.fromkeys(SPLITS, 10**9)
     if 0 in (data.split_weights or ()):
         every = {split: num for split, num in every.items() if data.split_weights[SPLITS.index(split)]}
     ids: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -33,7 +33,7 @@ def pools(config: DataConfig) -> dict[str, list[str]]:
 
 def first_run(config: DataConfig) -> None:
     """Leave the manifest of a first run."""
-    data = settled(config, is_verbose=False)
+    data = settled(config, say=None)
     facts = {"seed": data.seed, "split_weights": data.split_weights}
     Path(data.dir).mkdir(exist_ok=True)
     (Path(data.dir) / "manifest.json").write_text(json.dumps(facts | {"split_by": split_by(data)}))
