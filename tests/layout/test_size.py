@@ -19,7 +19,7 @@ STATEMENTS = {
     "configs": (971, 700),
     "store": (445, 350),
     "lm": (2956, 2650),
-    "data_gen": (4521, 3000),
+    "data_gen": (4469, 3000),
     "heads": (3524, 2450),
     "decode": (2778, 2350),
     "evaluation": (6653, 4100),
