@@ -4,7 +4,6 @@ paid for are labelled by another as if it had made them.
 """
 
 import json
-import os
 import shutil
 import signal
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from store import shards
 from store.shards import read_sidecar, shard_path, verify_shard
 from tests.data_gen.on_disk import assert_same_rows, errors_of, files_of, rows_of, with_data
 from tests.data_gen.processes import at_once
+from tests.toys.killed import die_in_write
 from tests.toys.saved_pair import save_toy
 
 CPU_ALLOCATOR = (
@@ -238,18 +238,8 @@ def test_a_lost_or_truncated_shard_is_made_again_byte_for_byte(made):
 
 
 def make_and_die(config: Config, write: int, **flags: int) -> None:
-    """`make`, with a SIGKILL in the middle of its `write`-th file."""
-    write_atomic, count = shards.write_atomic, [0]
-
-    def write_or_die(path: Path, content: bytes) -> None:
-        count[0] += 1
-        if count[0] == write:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_name(f".{path.name}.{os.getpid()}.partial").write_bytes(content[:7])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write_atomic(path, content)
-
-    shards.write_atomic = manifest.write_atomic = write_or_die
+    die_in_write(write)
+    manifest.write_atomic = shards.write_atomic
     make(config, **flags)
 
 

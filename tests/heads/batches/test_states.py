@@ -4,7 +4,6 @@ runs the target.
 """
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -29,11 +28,11 @@ from data_gen.pipeline.share import Share
 from heads.batches.module import FeatureData
 from heads.command import export
 from heads.training.command import train
-from store import shards
 from store.shards import read_sidecar, sidecar_path, write_shard
 from tests.data_gen.on_disk import files_of, flip
 from tests.data_gen.processes import at_once
 from tests.toys.devices import FakeDevices, device_of, put
+from tests.toys.killed import die_in_write
 from tests.toys.made_up import ROOT, environment
 from tests.toys.saved_pair import save_toy
 from tests.toys.small_pair import llama
@@ -214,18 +213,7 @@ def test_processes_of_one_training_share_the_shards(config: Config, tmp_path: Pa
 
 
 def fill_and_die(config: Config, write: int) -> None:
-    """`fill`, with a SIGKILL in the middle of its `write`-th file."""
-    write_atomic, count = shards.write_atomic, [0]
-
-    def write_or_die(path: Path, content: bytes) -> None:
-        count[0] += 1
-        if count[0] == write:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_name(f".{path.name}.{os.getpid()}.partial").write_bytes(content[:7])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write_atomic(path, content)
-
-    shards.write_atomic = write_or_die
+    die_in_write(write)
     fill(config)
 
 
