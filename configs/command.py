@@ -210,12 +210,7 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
     """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
         return
-    is_trainer = False
-    others = []
-    for argument in argv:  # without `--trainer.x=VALUE` and `--trainer.x VALUE`
-        is_trainer = argument.startswith("--trainer") if argument.startswith("--") else is_trainer
-        others += [] if is_trainer else [argument]
-    arguments_of(command, others)
+    arguments_of(command, _flags_in(argv, lambda section: section != "trainer"))
 
 
 def experiment_in(file: str, *, trainer: type | None = None) -> Config:
@@ -259,7 +254,9 @@ def arguments_of(
     }
     if not has_config:
         return [], flags
-    return [replace(config_of(parser, parsed), arguments=_settings_in(argv))], flags
+    # without the flags of the command and of training
+    settings = _flags_in(argv, lambda section: section == "config" or section in SECTIONS)
+    return [replace(config_of(parser, parsed), arguments=settings)], flags
 
 
 def appending(argv: Sequence[str], command: Command) -> list[str]:
@@ -275,17 +272,16 @@ def appending(argv: Sequence[str], command: Command) -> list[str]:
     return arguments
 
 
-def _settings_in(argv: Iterable[str]) -> tuple[str, ...]:
-    """The arguments that set the experiment, without those of the command and of training."""
-    settings: list[str] = []
-    is_setting = False
+def _flags_in(argv: Iterable[str], is_kept: Callable[[str], bool]) -> tuple[str, ...]:
+    """The flags of the sections to be kept, with their values: `--section.x=VALUE` and `--section.x VALUE`."""
+    flags: list[str] = []
+    section = ""
     for argument in argv:
         if argument.startswith("--"):
-            name = argument[2:].partition("=")[0].partition(".")[0]
-            is_setting = name == "config" or name in SECTIONS
-        if is_setting:
-            settings.append(argument)
-    return tuple(settings)
+            section = argument[2:].partition("=")[0].partition(".")[0]
+        if is_kept(section):
+            flags.append(argument)
+    return tuple(flags)
 
 
 _EMPTY_KEY = re.compile(r"(--[\w.]+)(?:(?! --).)*?[{,] *(?:\? )?(?:\"\"|'') *:")

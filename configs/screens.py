@@ -56,8 +56,7 @@ def summary_of(command: Callable[..., Any]) -> str:
 def options_of(command: Callable[..., Any]) -> list[Option]:
     """The flags of a command that are not settings of the YAML."""
     settings = (*SECTIONS, "trainer") if takes_config(command) else ()
-    options = _options(parser_for(command))
-    return [option for option in options if option.flag[2:].split(".")[0] not in settings]
+    return [option for option in _options(parser_for(command)) if option.flag[2:].split(".")[0] not in settings]
 
 
 def section_options(section: str) -> list[Option]:

@@ -184,7 +184,6 @@ def _draw(positions: Positions, summary: dict[str, Any], path: Path) -> None:
     sampling = ", ".join(f"{name} {value}" for name, value in summary["sampling"].items() if value is not None)
     if sampling != "temperature 1.0":
         figure.supxlabel(f"acceptance under {sampling}; entropies and bounds at temperature 1", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 

@@ -37,24 +37,26 @@ class FileFacts:
         Nothing is remembered if it raises.
         """
         inode, state = _identity(path)
-        if self.has(path, name):
-            return self._known[inode][name]
-        facts = self._known.get(inode, {})
+        facts = self._facts(inode, state)
+        if name in facts:
+            return facts[name]
         start_ns = time.time_ns()
         value = read(path)
         stat = path.stat()
         is_settled = max(stat.st_mtime_ns, stat.st_ctime_ns) < start_ns - _SETTLED_NS
         if stat.st_size >= _LARGE_BYTES and is_settled and _identity(path) == (inode, state):
-            others = facts if facts.get("state") == state else {"state": state}
-            self._known[inode] = others | {name: value}
+            self._known[inode] = facts | {name: value}
             self._new[inode] = self._known[inode]
         return value
 
     def has(self, path: Path, name: str) -> bool:
         """Whether a fact of a file is known, and the file did not change since."""
-        inode, state = _identity(path)
+        return name in self._facts(*_identity(path))
+
+    def _facts(self, inode: str, state: str) -> dict[str, str]:
+        """What is known of a file that did not change since; its state alone if nothing is."""
         facts = self._known.get(inode, {})
-        return facts.get("state") == state and name in facts
+        return facts if facts.get("state") == state else {"state": state}
 
     def save(self) -> None:
         """Write new facts for later processes."""

@@ -128,8 +128,10 @@ def read_sidecar(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     facts = read_json(sidecar_path(path), remedy=SIDECAR_REMEDY, keys=("bytes", "sha256", *keys))
     for name in _COUNTS & facts.keys():
         if type(facts[name]) is not int or facts[name] < 0:
-            problem = f"{name} is {facts[name]!r:.80}, expected an integer of at least 0"
-            raise ValueError(f"{sidecar_path(path)}: {problem}; {SIDECAR_REMEDY}")
+            raise ValueError(
+                f"{sidecar_path(path)}: {name} is {facts[name]!r:.80}, expected an integer of at least 0; "
+                f"{SIDECAR_REMEDY}"
+            )
     return facts
 
 

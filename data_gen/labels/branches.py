@@ -84,8 +84,13 @@ class ReadText:
         if self._reads_again:
             return self._read_again(tokens, owners)
         positions, mask = self._mask.feed(owners)
-        inputs = {"position_ids": positions[None], "attention_mask": additive(mask, self._model.dtype)[None, None]}
-        output = body_of(self._model)(input_ids=tokens[None], past_key_values=self.cache, use_cache=True, **inputs)
+        output = body_of(self._model)(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=additive(mask, self._model.dtype)[None, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
         return output.last_hidden_state[0]
 
     def _read_again(self, tokens: Fed, owners: Fed) -> States:
@@ -124,10 +129,9 @@ def _branch_feeds(model: PreTrainedModel, seed: int) -> Iterator[tuple[Tensor, T
     prefix = ids_of_plan(model, _PREFIX, seed)
     branches = [(num_visible, ids_of_plan(model, tokens, seed)) for num_visible, tokens in _BRANCHES]
     text = ReadText(model, prefix)
-    device = device_of(model)
     text.begin(torch.tensor([num for num, _ in branches]))
     fed = [(token, owner) for owner, (_, ids) in enumerate(branches) for token in ids]
     hidden = text.feed(*torch.tensor(fed).T).split([len(ids) for _, ids in branches])
     for states, (num_visible, ids) in zip(hidden, branches, strict=True):
-        whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device)
+        whole = torch.tensor([[*prefix[:num_visible], *ids]], device=device_of(model))
         yield states, body_of(model)(input_ids=whole, use_cache=False).last_hidden_state[0, num_visible:]

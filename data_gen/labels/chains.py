@@ -153,7 +153,6 @@ class ChainLabeller:
 
 
 def _no_labels() -> dict[str, Tensor]:
-    """The columns of no token."""
     return dict.fromkeys(NUMBERS, torch.empty(0)) | {"draft_ids": torch.empty(0, dtype=torch.int64)}
 
 

@@ -71,8 +71,7 @@ class Labeller:
             positions = layout.positions(rows)
             known = {name: value[positions] for name, value in inputs.items()}
             for name, values in self._label_batch([exchanges[row] for row in rows], known).items():
-                column = columns.setdefault(name, values.new_empty(layout.num_tokens))
-                column[positions] = values
+                columns.setdefault(name, values.new_empty(layout.num_tokens))[positions] = values
             progress(len(rows))
         broken: dict[int, str] = {}
         for name in self._models:
@@ -83,7 +82,6 @@ class Labeller:
 
     @property
     def _models(self) -> dict[str, PreTrainedModel]:
-        """The loaded models."""
         models = {"draft": self.draft, "target": self.target}
         return {name: model for name, model in models.items() if model is not None}
 

@@ -58,7 +58,6 @@ class Rollouts:
         self._read(torch.tensor(ids, device=draft.device), features_of(outputs, self.target_text.hidden)[None])
 
     def _read(self, tokens: Int[Tensor, " token"], features: Float[Tensor, "1 token feature"]) -> None:
-        """Read the text with the target's features of it."""
         tokens = tokens[self.draft.lag :]
         positions = torch.arange(len(tokens), device=self.draft.device)
         states = self.draft.entering(features[:, : len(tokens)]) if isinstance(self.draft, Eagle) else None

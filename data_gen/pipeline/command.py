@@ -176,13 +176,11 @@ def _run(job: Job, specs: Sequence[ShardSpec]) -> None:
         if job.data.engine == "ray":
             run_on_actors(job, specs, bar)
             return
-
-        def progress(count: int) -> None:
-            bar.update(count / job.num_steps)
-
-        worker = Worker(job)
-        worker.run(specs, progress, lambda name: bar.set_description(f"{job.stage}: {name}"))
-    del worker
+        Worker(job).run(
+            specs,
+            progress=lambda count: bar.update(count / job.num_steps),
+            begins=lambda name: bar.set_description(f"{job.stage}: {name}"),
+        )
     free_memory()  # the next stage loads other models
 
 
@@ -196,12 +194,13 @@ def _account(data: DataConfig, specs: Sequence[ShardSpec], num_made: int) -> Non
     for folder in (*Path(data.dir).glob("stages/*"), Path(data.dir, "stages")):
         with suppress(OSError):  # it is absent, or has results of another run
             folder.rmdir()
-    paths = [path for split in SPLITS for path in sorted(Path(data.dir, "rows").glob(f"{split}-*.parquet"))]
-    paths = list(filter(is_whole, paths))
-    (totals, problems), (unread, num_records) = account(paths), unreadable(data)
+    folder = Path(data.dir, "rows")
+    paths = [path for split in SPLITS for path in sorted(folder.glob(f"{split}-*.parquet")) if is_whole(path)]
+    totals, problems = account(paths)
+    unread, num_records = unreadable(data)
     records = [{"id": where, "outcome": "error", "reason": reason, "shard": None} for where, reason in unread.items()]
-    lines = [json.dumps(record) + "\n" for record in [*records, *problems]]
-    write_atomic(Path(data.dir, "errors.jsonl"), "".join(lines).encode())
+    lines = "".join(json.dumps(record) + "\n" for record in [*records, *problems])
+    write_atomic(Path(data.dir, "errors.jsonl"), lines.encode())
     if len(paths) > len(specs):
         print(
             f"{data.dir}: {len(paths) - len(specs)} shards of a larger earlier run stay; training reads them too, up "

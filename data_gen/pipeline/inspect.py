@@ -27,11 +27,10 @@ def check(config: Config) -> None:
     """Run `acceptance-heads check`; `configs.making` documents its flags."""
     directory = Path(config.data.dir)
     missing = absent(directory, read_manifest(directory))
-    paths = shards_in(directory, DATA_FOLDERS)
+    made = shards_in(directory, DATA_FOLDERS)
     cached = shards_in(directory, STATE_FOLDERS)
-    problems = dict(broken_shards(paths, reads_all=True))
-    problems |= dict(broken_shards(cached, command="train", reads_all=True))
-    paths += cached
+    paths = [*made, *cached]
+    problems = dict(broken_shards(made, reads_all=True)) | dict(broken_shards(cached, command="train", reads_all=True))
     problems |= {path: f"{path} is missing or incomplete; run `acceptance-heads data` again" for path in missing}
     for folder in dict.fromkeys(path.parent for path in paths):
         whole = [path for path in paths if path.parent == folder and path not in problems]

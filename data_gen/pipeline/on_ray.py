@@ -130,8 +130,10 @@ def _session(resources: RayConfig) -> dict[str, Any]:
     """Arguments of Ray's session; a local one declares as many cores and custom resources as the workers request."""
     if resources.address is not None:
         modules = [str(Path(__file__).parents[2] / name) for name in PACKAGES]
-        code = {"py_modules": modules, "excludes": ["**/__pycache__/**"]}
-        return {"address": resources.address, "runtime_env": code}
+        return {
+            "address": resources.address,
+            "runtime_env": {"py_modules": modules, "excludes": ["**/__pycache__/**"]},
+        }
     return {
         "address": "local",  # by default Ray would join any cluster that it finds on this machine
         "num_cpus": max(int(resources.num_workers * resources.num_cpus) + 1, os.cpu_count() or 1),

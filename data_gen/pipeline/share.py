@@ -187,9 +187,7 @@ def begin(job: Job, specs: Sequence[ShardSpec]) -> None:
 def _follow() -> None:
     while (work := _exchange(None)) is not None:
         job, specs = work
-        worker = Worker(replace(job, writes=False))
-        worker.run(specs, lambda count: None, lambda name: None)
-        del worker
+        Worker(replace(job, writes=False)).run(specs, progress=lambda count: None, begins=lambda name: None)
         free_memory()  # the next job loads other models
 
 

@@ -107,8 +107,7 @@ class Worker:
         self._sampling = Sampling(**vars(pair.sampling))
         self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
         self._asks = job.stage in ("together", "respond")
-        uses_server = self._asks and "server" in (data.source, data.labels)
-        self._server = self._first_requests() if uses_server else None
+        self._server = self._first_requests() if self._asks and "server" in (data.source, data.labels) else None
         self._models: dict[str, PreTrainedModel] = {}
         self._load(*job.models)
         self._latest = LatestRows(max_error_share=data.max_error_share)

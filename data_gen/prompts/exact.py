@@ -22,8 +22,7 @@ def exact_source(path: str, files: str | None, builders: Mapping[str, str]) -> d
     """
     _refuse_empty(Path(files or path))
     if files is not None:
-        name = glob.escape(files) if Path(files).is_file() else files
-        return {"path": path, "data_files": name}
+        return {"path": path, "data_files": glob.escape(files) if Path(files).is_file() else files}
     escaped = glob.escape(path)
     if escaped == path or not Path(path).is_dir():
         return {"path": path, "data_files": None}

@@ -146,8 +146,7 @@ def compare(rng: Random) -> Task:
     names = rng.sample(_WORDS["names"], 3)
     thing = _pick(rng, "things")
     numbers = rng.sample(range(2, 99), 3)
-    ranked = sorted(zip(numbers, names, strict=True), reverse=True)
-    (most, winner), (second, runner_up), _ = ranked
+    (most, winner), (second, runner_up), _ = sorted(zip(numbers, names, strict=True), reverse=True)
     holdings = ", ".join(f"{name} has {number}" for number, name in zip(numbers, names, strict=True))
     lines = [
         f"{_pick(rng, 'leads')} the largest number is {most}, and it belongs to {winner}.",

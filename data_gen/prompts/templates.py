@@ -141,7 +141,6 @@ def _chat(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[
 
 
 def _messages_of(prompt: Prompt, turns: Sequence[str], replies: Sequence[str]) -> list[Fields]:
-    """The conversation in the form of chat templates."""
     messages: list[Fields] = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for index, turn in enumerate(turns):
         messages.append({"role": prompt.roles[index] if prompt.roles else "user", "content": turn})

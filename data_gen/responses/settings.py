@@ -84,8 +84,8 @@ def check_unsent(server: ServerConfig, sampling: Sampling, generation: Mapping[s
         generation: the settings in the generation_config.json of the target, which the server applies if no request
             overrides them; empty if it has no such file.
     """
-    unchanged = _NO_PENALTY | _NO_CUT | _OPENAI | {"top_k": sampling.top_k or -1, "top_p": sampling.top_p or 1.0}
-    unchanged["temperature"] = sampling.temperature
+    unchanged = _NO_PENALTY | _NO_CUT | _OPENAI
+    unchanged |= {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p or 1.0}
     for name, value in server.extra.items():
         if name in unchanged and not _is_same(name, value, unchanged[name]):
             raise ValueError(
@@ -127,5 +127,4 @@ def _check_openai(server: ServerConfig, sampling: Sampling, generation: Mapping[
 
 
 def _is_same(name: str, value: object, expected: int | float) -> bool:
-    is_off = name == "top_k" and expected <= 0 and value in (0, -1)
-    return bool(is_off or value == expected)
+    return value == expected or (name == "top_k" and expected <= 0 and value in (0, -1))

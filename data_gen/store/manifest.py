@@ -157,7 +157,6 @@ def make_manifest(
     """The manifest of a run, before any model is loaded; `split`: the number of prompts of each split."""
     has_feature_draft = bool(released_layout_of(pair.draft))
     server = {name: getattr(data.server, name) for name in _OF_SERVER}
-    compared = {name: value for name, value in asdict(data).items() if name not in _UNCOMPARED}
     return {
         "format": FORMAT,
         "target": describe_model(pair.target),
@@ -165,7 +164,7 @@ def make_manifest(
         "tokenizer": digest(tokenizer_text(tokenizer)),
         "chat_template": digest(str(tokenizer.chat_template)) if data.template == "chat" else None,
         "sampling": asdict(pair.sampling),
-        **compared,
+        **{name: value for name, value in asdict(data).items() if name not in _UNCOMPARED},
         "draft_length": data.draft_length if has_feature_draft else None,
         # null, as in directories made before the setting existed
         "draft_every": data.draft_every if data.draft_every > 1 and has_feature_draft else None,

@@ -90,8 +90,9 @@ def publish(directory: Path, repo: str, *, manifest: Manifest, license: str | No
         api = HfApi()
         try:
             url = str(api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True))
-            message = f"Upload data {directory.name}"
-            api.upload_folder(repo_id=repo, folder_path=folder, repo_type="dataset", commit_message=message)
+            api.upload_folder(
+                repo_id=repo, folder_path=folder, repo_type="dataset", commit_message=f"Upload data {directory.name}"
+            )
         except HUB_ERRORS as error:
             cause = " ".join(str(error).split())[:300]
             raise ValueError(
@@ -118,8 +119,9 @@ def card_of(directory: Path, manifest: Manifest, *, repo: str, license: str | No
         paths = sorted(directory.glob(f"rows/{split}-*.parquet"))
         if paths:
             totals, _ = account(paths)
-            left_out = totals["error"] + totals["skipped"]
-            counts.append(f"| {split} | {totals['ok']:,} | {totals['tokens']:,} | {left_out:,} |")
+            counts.append(
+                f"| {split} | {totals['ok']:,} | {totals['tokens']:,} | {totals['error'] + totals['skipped']:,} |"
+            )
             splits.append(f"  - split: {name}\n    path: rows/{split}-*.parquet")
     if not counts:
         raise ValueError(f"{directory} has no rows to publish; run `acceptance-heads data` first")
