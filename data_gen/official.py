@@ -25,8 +25,7 @@ from configs.schema import Config, DataConfig, PairConfig
 from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import acceptance_prob_of
 from data_gen.pipeline import stages
-from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.lengths import check_lengths, limit_of
+from data_gen.pipeline.checks import check_lengths, check_settings, limit_of
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.prompt import Prompt
 from data_gen.prompts.sets import SPLITS

@@ -4,14 +4,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configs.hints import meant, say_next
+from configs.hints import say_next
 from configs.load import accepts_yaml
 from configs.schema import Config, DataConfig, PairConfig
-from data_gen.pipeline.lengths import check_lengths
+from data_gen.pipeline.checks import check_lengths, check_settings, hint_at_few
 from data_gen.pipeline.on_ray import run_on_actors
 from data_gen.pipeline.share import Share, begin, in_lockstep, share_of
 from data_gen.pipeline.stages import (
@@ -26,27 +25,16 @@ from data_gen.pipeline.stages import (
     stages_of,
 )
 from data_gen.pipeline.worker import Job, Worker
-from data_gen.prompts.prompt import say_once
 from data_gen.prompts.sets import SPLITS, split_by, unreadable
-from data_gen.prompts.templates import TEMPLATES, show_first
+from data_gen.prompts.templates import show_first
 from data_gen.responses.exchange import ShardSpec
-from data_gen.responses.top_logprobs import num_logprobs_of
 from data_gen.store.manifest import make_manifest, read_manifest, refuse_different, settle
 from data_gen.store.rows import account
-from lm import Sampling, load_pair_tokenizer
-from lm.features.released import released_layout_of
+from lm import load_pair_tokenizer
 from lm.pair import free_memory
 from lm.parallel import sliced_models
 from store.progress import Bar
 from store.shards import DATA_FOLDERS, clean_partial, forget_broken, is_whole, shard_path, shards_in, write_atomic
-
-_FEW_PROMPTS = 50
-_NEEDED = (
-    ("engine", "ray", "ray", "ray", "engine: local"),
-    ("source", "server", "openai", "serving", "source: transformers"),
-    ("labels", "server", "openai", "serving", "labels: target"),
-)
-"""(setting, value, the module that it needs, the extra that installs it, what needs none)."""
 
 
 @accepts_yaml
@@ -115,15 +103,6 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
                 say_next(config, "train")
     if requested == stages_of(data):
         share.wait_for_others(data.dir, lambda: all(is_done(spec, data) for spec in all_specs))
-
-
-def hint_at_few(num_prompts: int, setting: str) -> None:
-    """Warn once if there are too few prompts for useful heads and comparisons."""
-    if num_prompts < _FEW_PROMPTS:
-        say_once(
-            f"note: {setting} has {num_prompts} prompts, enough for a trial; for results, use a few hundred for "
-            f"training and at least {_FEW_PROMPTS} each for dev and test"
-        )
 
 
 def _size(specs: Sequence[ShardSpec]) -> dict[str, object]:
@@ -235,42 +214,3 @@ def _refuse_failures(data: DataConfig, totals: Mapping[str, int], problems: Sequ
             f"none of {totals['input']:,} prompts became a row: {totals['error']:,} failed and {totals['skipped']:,} "
             f"were skipped; the first reason: {problems[0]['reason']}"
         )
-
-
-def check_settings(pair: PairConfig, data: DataConfig) -> None:
-    """Raise ValueError for settings that contradict each other or miss something, before anything is loaded."""
-    sampling = Sampling(**vars(pair.sampling))
-    is_feature_draft = released_layout_of(pair.draft) is not None
-    if data.template not in TEMPLATES:
-        raise ValueError(f"data.template is {data.template!r}; {meant(data.template, TEMPLATES)}")
-    if data.mode != "together" and is_feature_draft:
-        raise ValueError(
-            f"data.mode is {data.mode}, but pair.draft is a feature draft, which needs the target's states; set "
-            "data.mode: together"
-        )
-    other = "data.engine is ray" if data.engine == "ray" else "pair.draft is a feature draft"
-    if (names := sliced_models(pair)) and (data.engine == "ray" or is_feature_draft):
-        raise ValueError(f"pair.{names[0]}.tp_plan is set and {other}, which needs whole models; use device_map: auto")
-    if data.source == "file" and data.responses is None:
-        raise ValueError("data.source is file, but data.responses is null; set it to the path of a JSONL file")
-    for name, file in (("split_ids", data.split_ids), ("responses", data.responses if data.source == "file" else None)):
-        if file is not None and not Path(file).is_file():
-            raise FileNotFoundError(
-                f"data.{name} is {file}, but there is no such file; remove the setting or correct the path"
-            )
-    if data.labels == "server":
-        num_logprobs_of(sampling, data.server.num_logprobs)
-        problem = ""
-        if data.source == "transformers":
-            problem = "data.source is transformers, which runs the target in this process; set data.source: server"
-        elif data.server.kind != "vllm":
-            problem = f"data.server.kind is {data.server.kind}, whose log-probabilities lack token ids; set it to vllm"
-        elif is_feature_draft:
-            problem = "pair.draft is a feature draft, which reads the target's states; choose another draft"
-        if problem:
-            raise ValueError(f"data.labels is server, but {problem}, or data.labels: target")
-    for name, value, module, extra, needless in _NEEDED:
-        if getattr(data, name) == value and find_spec(module) is None:
-            raise ValueError(
-                f"data.{name} is {value}, but {module} is not installed; install the extra `{extra}`, or use {needless}"
-            )

@@ -33,7 +33,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     """Run the job's stage on every shard; `bar` counts prompts. ValueError: the cluster lacks resources, or
     workers die repeatedly; the errors of a worker are raised as they are.
     """
-    import ray  # an extra, checked by data_gen.pipeline.command.check_settings
+    import ray  # an extra, checked by data_gen.pipeline.checks.check_settings
     from ray.util import ActorPool, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

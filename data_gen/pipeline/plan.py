@@ -22,8 +22,7 @@ import torch
 
 from configs.schema import Config, DataConfig, HeadsConfig, PairConfig
 from data_gen.pipeline import memory
-from data_gen.pipeline.command import check_settings
-from data_gen.pipeline.lengths import check_lengths
+from data_gen.pipeline.checks import check_lengths, check_settings
 from data_gen.pipeline.stages import is_done, settled, shards_of, stages_of
 from data_gen.pipeline.worker import Job, Worker
 from data_gen.prompts.prompt import Prompt

@@ -20,8 +20,7 @@ from configs.hints import say_next
 from configs.limits import check_limits
 from configs.load import accepts_yaml
 from configs.paths import local_path
-from data_gen.pipeline.command import check_settings, hint_at_few
-from data_gen.pipeline.lengths import limit_of
+from data_gen.pipeline.checks import check_settings, hint_at_few, limit_of
 from data_gen.pipeline.plan import Say, duration, printed, shard_size
 from data_gen.pipeline.plan import plan as plan_data
 from data_gen.prompts.sets import is_generated, load, set_of, splittable

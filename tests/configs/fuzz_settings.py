@@ -26,7 +26,7 @@ from configs.command import arguments_of, one_line, parser_for, takes_config
 from configs.front import COMMANDS, TRAINING
 from configs.schema import Config
 from data_gen.pipeline import memory
-from data_gen.pipeline.command import check_settings
+from data_gen.pipeline.checks import check_settings
 from data_gen.pipeline.stages import settled
 from data_gen.prompts.sets import set_of, sources_of
 from decode.experiment import Experiment

@@ -14,7 +14,7 @@ import pytest
 from configs.command import config_of, parser_for
 from configs.schema import Config
 from configs.shipped import NAMES
-from data_gen.pipeline import command, memory
+from data_gen.pipeline import checks, memory
 from data_gen.pipeline import plan as planning
 from data_gen.pipeline.command import make
 from data_gen.pipeline.plan import plan
@@ -145,7 +145,7 @@ def test_a_plan_says_what_bf16_saves_of_a_large_step_unless_the_run_has_it(tmp_p
 def test_a_plan_notes_that_large_batches_drain_at_the_end_of_small_shards(
     settings, cause, toy_config, capsys, monkeypatch
 ):
-    monkeypatch.setattr(command, "_NEEDED", ())  # a plan runs no actor, so ray need not be installed
+    monkeypatch.setattr(checks, "_NEEDED", ())  # a plan runs no actor, so ray need not be installed
     plan(with_data(toy_config, num_train=12, num_dev=0, num_test=0, split_weights=(1, 0, 0), **settings), sample=0)
     note = f"note: with {cause} a batch drains at the end of each shard, so 8 sequences (data.batch_size) with 8 rows"
     shown = capsys.readouterr().out

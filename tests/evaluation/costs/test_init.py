@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import Config, SamplingConfig
-from data_gen.pipeline.lengths import check_lengths
+from data_gen.pipeline.checks import check_lengths
 from data_gen.pipeline.stages import settled
 from data_gen.prompts.sets import SPLITS, load_prompts
 from decode.experiment import Experiment
