@@ -58,12 +58,7 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
     if split not in SPLITS:
         raise ValueError(f"--split is {split!r}; it must be one of {', '.join(SPLITS)}")
     check_settings(pair, data)
-    if asdict(pair.sampling) != _SAMPLING:
-        raise ValueError(
-            f"pair.sampling is {asdict(pair.sampling)}, but the official labels are of temperature 1 without "
-            "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, "
-            "here and for train.py"
-        )
+    _check_sampling(pair)
     items = _read(path)
     size = data.rows_per_shard
     manifest = _manifest(pair, data)
@@ -93,6 +88,15 @@ def import_(config: Config, *, file: str, split: str = "train") -> None:
             _claim(data.dir, manifest, split, path)  # not before: a refused file leaves no folder
             stages.write_files(spec, Answers(exchanges, []), Labelled(columns, {}), data)
     print(f"{data.dir}: {len(items):,} rows of {split} from {file}")
+
+
+def _check_sampling(pair: PairConfig) -> None:
+    if asdict(pair.sampling) != _SAMPLING:
+        raise ValueError(
+            f"pair.sampling is {asdict(pair.sampling)}, but the official labels are of temperature 1 without "
+            "truncation; pass --pair.sampling.temperature 1 --pair.sampling.top_k null --pair.sampling.top_p null, "
+            "here and for train.py"
+        )
 
 
 def _labelled(

@@ -20,16 +20,14 @@ from configs.paths import local_path
 
 LOCK = ".lock"
 _ATTEMPTS = 100
-_HANDOVER_S = 0.1  # wait for a holder that is just ending
+HANDOVER_S = 0.1  # wait for a holder that is just ending
 _POLL_S = 0.005
 _SILENT_S = 1.0  # a longer wait is reported on stderr
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 @contextmanager
-def only_writer(
-    directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = _HANDOVER_S
-) -> Iterator[None]:
+def only_writer(directory: str | Path, *, setting: str, name: str = LOCK, wait_s: float = HANDOVER_S) -> Iterator[None]:
     """Run the block as the only process that holds this lock of a directory, which is created if needed, and
     removed again if the block leaves it empty. Messages call it `setting`, its config key; locks of different
     names do not exclude each other; `wait_s`: how long to wait for another holder. ValueError if another process

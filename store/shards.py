@@ -219,10 +219,12 @@ def broken_shards(
     known = None if reads_all else FileFacts()
     problem_of = partial(_problem_of, command=command, check=check, known=known, fact=fact)
     sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
-    settings: dict[str, Any] = {"unit": "B", "unit_scale": True, "disable": sum(sizes) < _MIN_BAR_BYTES, "leave": False}
+    is_quick = sum(sizes) < _MIN_BAR_BYTES
     pool = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="sums")
     try:
-        with Bar(total=sum(sizes), desc="checking sums", **settings) as bar:
+        with Bar(
+            total=sum(sizes), desc="checking sums", unit="B", unit_scale=True, disable=is_quick, leave=False
+        ) as bar:
             for path, size, problem in zip(paths, sizes, pool.map(problem_of, paths), strict=True):
                 bar.update(size)
                 if problem:

@@ -61,11 +61,10 @@ class ChainLabeller:
         columns = [_no_labels()]
         lengths = [torch.empty(0, dtype=torch.int64)]
         broken = dict[int, str]()
-        start = 0
+        uniforms = uniform.split([len(exchange.response_ids) for exchange in exchanges])
         for row, exchange in enumerate(exchanges):
-            end = start + len(exchange.response_ids)
             try:
-                steps, is_kept = self._labelled(exchange, uniform[start:end])
+                steps, is_kept = self._labelled(exchange, uniforms[row])
             except NonFiniteError as error:
                 broken[row] = str(error)
             else:
@@ -74,7 +73,6 @@ class ChainLabeller:
                 rows.append({name: steps[name][is_first] for name in rows[0]})
                 columns.append(_selected(steps, is_kept[owner]))
                 lengths.append(owner.bincount()[is_kept])
-            start = end
             progress(1)
         layout = Layout(tuple(int(of_row.sum()) for of_row in lengths[1:]))
         found = _concatenated(columns) | {"draft_lengths": torch.cat(lengths)}

@@ -68,8 +68,7 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
     hint_at_few(sum(len(spec.prompts) for spec in all_specs), "data.prompts")
     sizes: dict[str, object] = {split: _size([spec for spec in all_specs if spec.split == split]) for split in SPLITS}
     tokenizer = load_pair_tokenizer(config.pair)
-    manifest = make_manifest(config.pair, data, tokenizer=tokenizer, split=sizes)
-    manifest["split_by"] = split_by(data)
+    manifest = make_manifest(config.pair, data, tokenizer=tokenizer, split=sizes) | {"split_by": split_by(data)}
     check_lengths(config.pair, data)  # before the manifest is written, which the remedy would change
     if share.rank == 0:
         show_first((prompt for spec in all_specs for prompt in spec.prompts), tokenizer, data.template)
@@ -87,15 +86,14 @@ def _make(config: Config, share: Share, *, retry_errors: bool, stages: str) -> N
         names = {spec.name for spec in specs}
         forget_broken(path for path in shards_in(data.dir, DATA_FOLDERS) if path.stem in names)
         num_made = _complete(share.on_its_gpu(config.pair), data, specs, stages=requested, retry_errors=retry_errors)
-        # those of a killed run, and of actors that died in this one
-        clean_partial(data.dir, *DATA_FOLDERS, names=None if share.is_whole else names)
+        clean_partial(data.dir, *DATA_FOLDERS, names=None if share.is_whole else names)  # of killed runs and actors
         with share.last_turn(data.dir, work) as num_others:
-            rank = "" if share.is_whole else f"{share} "
-            done = f"{data.dir}: {rank}made {num_made} shards (stages: {', '.join(requested)})"
+            maker = "made" if share.is_whole else f"{share} made"
+            done = f"{data.dir}: {maker} {num_made} shards (stages: {', '.join(requested)})"
             missing = [spec.name for spec in all_specs if not is_done(spec, data)]
             if num_others:
-                others = "1 other process still runs" if num_others == 1 else f"{num_others} other processes still run"
-                print(f"{done}; {others}, and the last one reports")
+                others = "other process still runs" if num_others == 1 else "other processes still run"
+                print(f"{done}; {num_others} {others}, and the last one reports")
             elif missing:
                 print(f"{done}; {len(missing)} shards are incomplete, the first is {missing[0]}")
             else:

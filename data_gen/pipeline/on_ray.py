@@ -7,7 +7,7 @@ path. Relative paths start at the driver's working directory.
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
@@ -34,8 +34,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
     workers die repeatedly; the errors of a worker are raised as they are.
     """
     import ray  # an extra, checked by data_gen.pipeline.checks.check_settings
-    from ray.util import ActorPool, placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util import placement_group, remove_placement_group
 
     if is_own := not ray.is_initialized():  # a caller's Ray session is used and left running
         ray.init(log_to_driver=False, configure_logging=False, **_session(job.data.ray))
@@ -50,17 +49,7 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
                 f"data.ray requests {num_workers} workers of {bundle} each, but the cluster could not provide them in "
                 f"{_ROOM_S} s; lower num_workers, num_cpus, num_gpus or resources, or add machines to the cluster"
             )
-        actor_type = ray.remote(_Actor).options(
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            resources=resources.resources,
-            max_restarts=_RESTARTS,
-            max_task_retries=_RESTARTS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-        )
-        actors = [actor_type.remote(_alike(job), os.getcwd(), _versions()) for _ in range(num_workers)]
-        made = ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
-        for name, num_requests in made:
+        for name, num_requests in _made(job, specs, group, num_workers):
             bar.set_description(f"{job.stage}: {name}")
             bar.update(num_requests)
             num_done += 1
@@ -76,6 +65,25 @@ def run_on_actors(job: Job, specs: Sequence[ShardSpec], bar: Bar) -> None:
         remove_placement_group(group)  # ends the actors
         if is_own:
             ray.shutdown()
+
+
+def _made(job: Job, specs: Sequence[ShardSpec], group: object, num_workers: int) -> Iterator[tuple[str, int]]:
+    """Name and number of requests of each shard, as actors in the placement group make it."""
+    import ray
+    from ray.util import ActorPool
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = job.data.ray
+    actor_type = ray.remote(_Actor).options(
+        num_cpus=resources.num_cpus,
+        num_gpus=resources.num_gpus,
+        resources=resources.resources,
+        max_restarts=_RESTARTS,
+        max_task_retries=_RESTARTS,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+    )
+    actors = [actor_type.remote(_alike(job), os.getcwd(), _versions()) for _ in range(num_workers)]
+    yield from ActorPool(actors).map_unordered(lambda actor, spec: actor.make.remote(spec), list[Any](specs))
 
 
 def _alike(job: Job) -> Job:

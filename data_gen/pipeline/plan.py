@@ -147,7 +147,6 @@ def _measured(pair: PairConfig, data: DataConfig, prompts: list[Prompt]) -> tupl
     refuse_sliced(pair, "a measured plan (--sample 0 measures nothing)")
     with tempfile.TemporaryDirectory() as folder:
         sampled = replace(data, dir=folder)
-        spec = ShardSpec("train", 0, tuple(prompts))
         seconds = 0.0
         for number, stage in enumerate(stages_of(data)):
             with Bar(total=len(prompts), unit="steps", desc="sample: loading models") as bar:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import distributed
@@ -30,7 +30,7 @@ from data_gen.responses.exchange import ShardSpec
 from lm import model_config
 from lm.pair import free_memory
 from lm.parallel import check_slices, join, sliced_models, slices_of
-from store.lock import LOCK, holder_of, only_writer
+from store.lock import HANDOVER_S, LOCK, holder_of, only_writer
 
 _TURN_S = 300.0
 """Longest wait for the directory's lock, which others hold for a moment, longer on a slow disk."""
@@ -112,8 +112,8 @@ class Share(NamedTuple):
             sleep(_POLL_S)
 
     def _enter(self, stack: ExitStack, directory: str) -> None:
-        waits: dict[str, Any] = {} if self.is_whole else {"wait_s": _TURN_S}
-        stack.enter_context(only_writer(directory, setting="data.dir", **waits))
+        wait_s = HANDOVER_S if self.is_whole else _TURN_S
+        stack.enter_context(only_writer(directory, setting="data.dir", wait_s=wait_s))
 
     def on_its_gpu(self, pair: PairConfig) -> PairConfig:
         """The section with models moved from the first GPU to this process's GPU, if the machine has several."""

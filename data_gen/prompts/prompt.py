@@ -101,11 +101,10 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
     the set's name. ValueError if at least half of the records cannot be read.
     """
     _check_columns(columns)
-    prompts: dict[str, Prompt] = {}
+    prompts: dict[str, tuple[str, Prompt]] = {}
     problems: dict[str, str] = {}
     unused: set[str] = set()
     rivals: dict[str, set[str]] = {}
-    locations: dict[str, str] = {}
     for where, default_id, record in records:
         try:
             if isinstance(record, ValueError):
@@ -114,22 +113,21 @@ def prompts_of(records: Iterable[Record], columns: Mapping[str, str]) -> tuple[l
             prompt = prompt_of(mapped, default_id=default_id)
             if prompt.id in prompts:
                 raise ValueError(f"id {prompt.id!r} is used by an earlier record; give each record a unique id")
-            prompts[prompt.id] = prompt
-            locations[prompt.id] = where
+            prompts[prompt.id] = (where, prompt)
             form = str(_form_of(mapped))
             ignored = {name for name in _unused(mapped, form) if not _holds_reply(mapped, name)}
             rivals.setdefault(form, set()).update(ignored.intersection(_FORMS))
             unused |= ignored.difference(_FORMS)
         except ValueError as error:
             problems[where] = str(error)
-    problems |= _without_taken(prompts, locations)
+    problems |= _without_taken(prompts)
     if problems and len(problems) >= len(prompts):
         where, reason = next(iter(problems.items()))
         num = f"{len(problems)} of {len(problems) + len(prompts)} records cannot be read"
         raise ValueError(f"{where}: {reason} ({num})")
     if prompts:
         _report_ignored(re.sub(r"(:| record )\d+$", "", where), rivals, unused)
-    return list(prompts.values()), problems
+    return [prompt for _, prompt in prompts.values()], problems
 
 
 def row_id(prompt: Prompt, turn: int) -> str:
@@ -137,13 +135,13 @@ def row_id(prompt: Prompt, turn: int) -> str:
     return prompt.id if turn == 0 else f"{prompt.id}#{turn + 1}"
 
 
-def _without_taken(prompts: dict[str, Prompt], locations: Mapping[str, str]) -> dict[str, str]:
+def _without_taken(prompts: dict[str, tuple[str, Prompt]]) -> dict[str, str]:
     """Remove prompts whose id is that of a later turn of another prompt; location -> reason of each."""
     problems: dict[str, str] = {}
-    for prompt in [prompt for prompt in prompts.values() if len(prompt.turns) > 1]:
+    for _, prompt in list(prompts.values()):
         for name in (row_id(prompt, turn) for turn in range(1, len(prompt.turns))):
-            if prompts.pop(name, None) is not None:
-                problems[locations[name]] = (
+            if (taken := prompts.pop(name, None)) is not None:
+                problems[taken[0]] = (
                     f"id {name!r} is that of a later turn of the record {prompt.id!r}; give each record a unique id "
                     "without #"
                 )

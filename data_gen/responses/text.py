@@ -109,17 +109,15 @@ class ResponseFile:
         self.spelling = spelling
         self.max_new_tokens = max_new_tokens
         self._make_generator = make_generator
-        self._records: dict[str, list[str]] = {}
-        lines: dict[tuple[str, str], tuple[str, str]] = {}
+        self._records: dict[str, dict[str, tuple[str, str]]] = {}
+        """Row id -> prompt ids, if the line has them -> the location and the text of the line."""
         for where, record in json_lines(path):
             name = _row_name(record, where)
             text = json.dumps(record, sort_keys=True)
-            key = (name, str(record.get("prompt_ids")))
-            first_where, first_text = lines.setdefault(key, (where, text))
+            of_row = self._records.setdefault(name, {})
+            first_where, first_text = of_row.setdefault(str(record.get("prompt_ids")), (where, text))
             if first_text != text:
                 raise ValueError(f"{where}: {first_where} has another response to the same prompt {name!r}; remove one")
-            if first_where == where:
-                self._records.setdefault(name, []).append(text)
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """The file's response to each request, or a generated one; a `Problem` if it is missing or invalid."""
@@ -145,7 +143,7 @@ class ResponseFile:
             raise RefusedError(
                 f"no response in {self.path}; add it, or let the target generate it (data.labels: target)"
             )
-        records = [json.loads(text) for text in self._records[request.id]]
+        records = [json.loads(text) for _, text in self._records[request.id].values()]
         # prompts of two splits or sets may have the same id
         records = [one for one in records if one.get("prompt_ids", request.prompt_ids) == request.prompt_ids]
         if not records:
