@@ -32,8 +32,9 @@ def load_config(experiment: Config | str | PurePath, *, trainer: type | None = N
     if isinstance(experiment, Config):
         return experiment
     if not isinstance(experiment, str | PurePath):
-        kind = type(experiment).__name__
-        raise ValueError(f"the experiment is of type {kind}; give a Config, or the path of a YAML file")
+        raise ValueError(
+            f"the experiment is of type {type(experiment).__name__}; give a Config, or the path of a YAML file"
+        )
     # a program that reads no YAML is spared the import of the parser
     config: Config = import_module("configs.command").experiment_in(str(experiment), trainer=trainer)
     return config

@@ -25,8 +25,10 @@ def check_local(value: object, name: str, *, may_be_on_hub: bool = False) -> Non
         return
     text = str(value)
     if not text.strip() or "\0" in text or max(len(os.fsencode(part)) for part in text.split("/")) > _LONGEST_NAME:
-        remedy = f"use names of 1 to {_LONGEST_NAME} bytes without null characters"
-        raise ValueError(f"{name} is {text[:60]!r}, not a valid file name; {remedy}")
+        raise ValueError(
+            f"{name} is {text[:60]!r}, not a valid file name; use names of 1 to {_LONGEST_NAME} bytes without null "
+            "characters"
+        )
     if (url := _URL.match(text)) is None:
         return
     scheme, rest = url.groups()

@@ -78,8 +78,9 @@ def _locked(path: Path, setting: str, wait_s: float) -> FileLock:
 
 def _refusal(path: Path, error: OSError, setting: str) -> ValueError:
     if error.errno not in _NO_LOCKS:
-        problem = f"{setting} is {path.parent}, which cannot be written to ({error.strerror})"
-        return ValueError(f"{problem}; choose another {setting}")
+        return ValueError(
+            f"{setting} is {path.parent}, which cannot be written to ({error.strerror}); choose another {setting}"
+        )
     _remove(path)
     return ValueError(
         f"{setting} is {path.parent}, on a filesystem without file locks (flock: {error.strerror}), where two runs "

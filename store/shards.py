@@ -254,8 +254,10 @@ def _problem_of(
     except ValueError as error:
         return str(error)
     except OSError as error:
-        remedy = f"repair the disk, or delete the file and run `acceptance-heads {command}` again"
-        return f"{path} cannot be read ({error.strerror}); {remedy}"
+        return (
+            f"{path} cannot be read ({error.strerror}); repair the disk, or delete the file and run `acceptance-heads "
+            f"{command}` again"
+        )
     return None
 
 

@@ -21,11 +21,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.branches import check_branches
 from data_gen.labels.labeller import Labelled
 from data_gen.labels.laws import NUMBERS, label_draft, label_target
-from data_gen.labels.rollout import Rollouts, rollouts_of
-from data_gen.labels.states import DRAFTS_AT_ONCE, begins_of, first_position, read_ids
+from data_gen.labels.rollout import Rollouts, rollouts_along
+from data_gen.labels.states import DRAFTS_AT_ONCE, begins_of, first_position
 from data_gen.responses.exchange import Exchange, Progress
 from data_gen.store.rows import Layout
 from lm import FeatureDraft, Sampling
@@ -83,14 +82,11 @@ class ChainLabeller:
         """Every step of a draft from each position of one response, and [position] whether that draft is stored.
         Drafts that are not have one step, as the rows need it.
         """
-        prompt = exchange.prompt_ids
         response = exchange.response_ids
-        ids = read_ids(self.draft, prompt, response)
-        check_branches(self.target, len(ids) + self.draft_length, num_prompt=len(prompt))
-        chains = rollouts_of(self.target, self.draft, ids)
+        chains = rollouts_along(self.target, self.draft, exchange.prompt_ids, response, length=self.draft_length)
         at_once = min(DRAFTS_AT_ONCE, max(1, chunk_rows(self.vocab_size, self.chunk_mb) // self.draft_length))
         positions = torch.arange(len(response))
-        begins = begins_of(self.draft, positions, len(prompt))
+        begins = begins_of(self.draft, positions, len(exchange.prompt_ids))
         limits = torch.arange(len(response), 0, -1).clamp(max=int(min(self.draft_length, chains.max_length)))
         is_kept = torch.zeros(len(response), dtype=torch.bool)
         is_kept[first_position(self.draft) :: self.draft_every] = True

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.branches import BranchMask, ReadText
+from data_gen.labels.branches import BranchMask, ReadText, check_branches
 from lm.cache import growing_cache, roll_back
 from lm.features.base import FeatureDraft, Mask, Outputs
 from lm.features.dspark import DSpark, block_mask
@@ -139,6 +139,18 @@ class BlockRollouts(Rollouts):
         roll_back(self._cache, self._length)
         mask = block_mask(anchors[None], self._length, self.draft.num_inputs)
         return self.draft.block(self._tokens[anchors][None], anchors[None], cache=self._cache, mask=mask)[0]
+
+
+def rollouts_along(
+    target: PreTrainedModel, draft: FeatureDraft, prompt_ids: list[int], response_ids: list[int], *, length: int
+) -> Rollouts:
+    """Rollouts of at most `length` tokens from positions of a response. Both models read the text before drafts branch
+    off: no draft begins after its last token. ValueError as `check_branches` and `rollouts_of`.
+    """
+    ids = prompt_ids + response_ids
+    ids = ids[: max(len(ids) - 1, 1 + draft.lag)]
+    check_branches(target, len(ids) + length, num_prompt=len(prompt_ids))
+    return rollouts_of(target, draft, ids)
 
 
 def rollouts_of(target: PreTrainedModel, draft: FeatureDraft, ids: list[int]) -> Rollouts:

@@ -21,9 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_gen.labels.branches import check_branches
 from data_gen.labels.laws import mixed
-from data_gen.labels.rollout import rollouts_of
+from data_gen.labels.rollout import rollouts_along
 from lm import FeatureDraft
 from lm.features.dspark import DSpark
 from lm.forwards import hidden_states
@@ -93,18 +92,15 @@ class RolloutStates:
         return torch.cat([self._of_text(text, is_fed=timing == "fed") for text in texts])
 
     def _of_text(self, text: Text, *, is_fed: bool) -> Float[Tensor, "token hidden"]:
-        num_prompt = len(text.prompt_ids)
         longest = int(text.draft_lengths.max()) if len(text.draft_lengths) else 0
-        ids = read_ids(self._draft, text.prompt_ids, text.response_ids)
-        check_branches(self._target, len(ids) + longest, num_prompt=num_prompt)
-        rollouts = rollouts_of(self._target, self._draft, ids)
+        rollouts = rollouts_along(self._target, self._draft, text.prompt_ids, text.response_ids, length=longest)
         if is_fed and longest >= rollouts.max_length:
             raise ValueError(
                 f"the data has drafts of {longest} tokens, all of a block, and no state follows a block's last token; "
                 f"remove fed from heads.timings, or make data with data.draft_length at most {longest - 1}"
             )
         positions = torch.arange(first_position(self._draft), len(text.response_ids), self._draft_every)
-        begins = begins_of(self._draft, positions, num_prompt)
+        begins = begins_of(self._draft, positions, len(text.prompt_ids))
         ends = text.draft_lengths.cumsum(0)
         states = torch.empty(len(text.draft_ids), self._draft.hidden_size, dtype=self._draft.dtype)
         states = states.to(self._draft.device)
@@ -126,12 +122,6 @@ class RolloutStates:
                 alive = alive[continues]
                 state = fed[continues.to(fed.device)]
         return states
-
-
-def read_ids(draft: FeatureDraft, prompt_ids: list[int], response_ids: list[int]) -> list[int]:
-    """The part of a text that both models read before drafts branch off: no draft begins after its last token."""
-    ids = prompt_ids + response_ids
-    return ids[: max(len(ids) - 1, 1 + draft.lag)]
 
 
 def first_position(draft: FeatureDraft) -> int:

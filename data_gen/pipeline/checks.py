@@ -86,8 +86,13 @@ def check_lengths(pair: PairConfig, data: DataConfig, names: Sequence[str] = ("d
                 f"{subject} and {name} {source.path} reads at most {limit} positions; lower either setting"
             )
         if released_layout_of(source) is None:
-            remedy = f"lower either setting for {name} {source.path}"
-            refuse_crossing(without_weights(source), 0, longest, subject=subject, remedy=remedy)
+            refuse_crossing(
+                without_weights(source),
+                0,
+                longest,
+                subject=subject,
+                remedy=f"lower either setting for {name} {source.path}",
+            )
 
 
 def limit_of(source: ModelSource) -> int | None:

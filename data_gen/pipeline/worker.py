@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from configs.schema import DataConfig, ModelSource, PairConfig
+from configs.schema import DataConfig, PairConfig
 from data_gen.labels.chains import ChainLabeller
 from data_gen.labels.labeller import Labelled, Labeller
 from data_gen.pipeline import stages
@@ -105,7 +105,8 @@ class Worker:
         self.job = job
         self.tokenizer = load_pair_tokenizer(pair)
         self._sampling = Sampling(**vars(pair.sampling))
-        self._spelling = Spelling(self.tokenizer, _eos_ids(pair.target, self.tokenizer))
+        eos_ids = eos_ids_of(load_generation_config(pair.target)) or eos_ids_of(self.tokenizer)
+        self._spelling = Spelling(self.tokenizer, eos_ids)
         self._asks = job.stage in ("together", "respond")
         self._server = self._first_requests() if self._asks and "server" in (data.source, data.labels) else None
         self._models: dict[str, PreTrainedModel] = {}
@@ -366,9 +367,3 @@ class Worker:
         is_kept = torch.ones(layout.num_tokens, dtype=torch.bool)
         is_kept[layout.positions(list(labelled.broken))] = False
         return labelled._replace(columns={name: values[is_kept] for name, values in labelled.columns.items()})
-
-
-def _eos_ids(target: ModelSource, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The end-of-sequence ids of the target's generation config, or the tokenizer's."""
-    ids = eos_ids_of(load_generation_config(target))
-    return ids or eos_ids_of(GenerationConfig(eos_token_id=tokenizer.eos_token_id))

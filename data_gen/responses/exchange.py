@@ -219,7 +219,8 @@ def _request(
     except RefusedPromptError as error:
         return Problem(name, "error", str(error))
     prompt_ids = encode_text(text, tokenizer, data.template)
-    if len(prompt_ids) > data.max_prompt_tokens:
-        reason = f"the prompt has {len(prompt_ids)} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
-        return Problem(name, "skipped", reason)
+    if (num := len(prompt_ids)) > data.max_prompt_tokens:
+        return Problem(
+            name, "skipped", f"the prompt has {num} tokens; data.max_prompt_tokens is {data.max_prompt_tokens}"
+        )
     return Request(name, text, prompt_ids)

@@ -156,8 +156,9 @@ class ResponseFile:
         reason = record.get("finish_reason", "stop" if has_stopped else "length")
         answer = self.spelling.answer(request, reason, ids=ids, text=record["response"] if ids is None else None)
         if (num := len(answer.response_ids)) > self.max_new_tokens:
-            problem = f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
-            return Problem(request.id, "skipped", problem)
+            return Problem(
+                request.id, "skipped", f"the response has {num} tokens; data.max_new_tokens is {self.max_new_tokens}"
+            )
         return answer
 
 
