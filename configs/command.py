@@ -165,16 +165,12 @@ def run(
     trainer: type | None = None,
 ) -> Any:
     """Call the command that `argv` names, or `default` when it names none; a user's error exits with code 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in commands:
-        name = argv[0]
-        argv = argv[1:]
-    elif argv and not argv[0].startswith("-"):
-        fail(f"{argv[0]!r} is not a command; {meant(argv[0], commands)}")
-    elif default is None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = argv.pop(0) if argv and not argv[0].startswith("-") else default
+    if name is None:
         fail(f"no command is named; it must be one of {', '.join(commands)}")
-    else:
-        name = default
+    if name not in commands:
+        fail(f"{name!r} is not a command; {meant(name, commands)}")
     with ending_in_one_line():
         arguments, flags = arguments_of(commands[name], argv, trainer=trainer)
         return commands[name](*arguments, **flags)

@@ -45,17 +45,14 @@ def all_steps(config: Experiment, *, resume: bool = True) -> None:
         config = load_config(config, trainer=import_module("pytorch_lightning").Trainer)
     steps = ["data", "train", "export", "evaluate", "tune"]
     result: object = None
+    flags: dict[str, dict[str, object]] = {"train": {"resume": resume}}
     is_child = os.environ.get("LOCAL_RANK", "0") != "0" and "RANK" not in os.environ  # torchrun sets both
     for number, name in enumerate(steps, start=1):
         if name == "train" or not is_child:
             print(f"== {number} of {len(steps)}: {name}", flush=True)
-            handed: dict[str, object] = {}
-            if name == "train":
-                handed = {"resume": resume}
-            elif name == "tune":
-                handed = {"evaluation": result}  # so that the trace is replayed once
             try:  # without tuning, `evaluate` prints the verdict
-                result = COMMANDS[name][0](replace(config, is_step="tune" in steps), **handed)
+                result = COMMANDS[name][0](replace(config, is_step="tune" in steps), **flags.get(name, {}))
+                flags["tune"] = {"evaluation": result}  # so that the trace is replayed once
             except NothingToExportError:  # training has printed why
                 print("note: no head is worth exporting (export --force does); only policies without training compete")
                 steps.remove("tune")

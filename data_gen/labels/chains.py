@@ -26,7 +26,7 @@ from data_gen.labels.laws import NUMBERS, label_draft, label_target
 from data_gen.labels.rollout import Rollouts, rollouts_along
 from data_gen.labels.states import DRAFTS_AT_ONCE, begins_of, first_position
 from data_gen.responses.exchange import Exchange, Progress
-from data_gen.store.rows import Layout
+from data_gen.store.rows import Layout, layout_of
 from lm import FeatureDraft, Sampling
 from lm.forwards import chunk_rows, logits_of, output_device_of
 from lm.sampling import NonFiniteError, refuse_non_finite
@@ -60,10 +60,10 @@ class ChainLabeller:
         columns = [_no_labels()]
         lengths = [torch.empty(0, dtype=torch.int64)]
         broken = dict[int, str]()
-        uniforms = uniform.split([len(exchange.response_ids) for exchange in exchanges])
+        offsets = layout_of(exchanges).offsets
         for row, exchange in enumerate(exchanges):
             try:
-                steps, is_kept = self._labelled(exchange, uniforms[row])
+                steps, is_kept = self._labelled(exchange, uniform[offsets[row] : offsets[row + 1]])
             except NonFiniteError as error:
                 broken[row] = str(error)
             else:

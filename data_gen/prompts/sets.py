@@ -267,10 +267,9 @@ def split_by_id(
     in_order = [*in_hash_order(prompts, seed), *added]
     if split_ids is not None:
         listed = listed_splits(split_ids, SPLITS)  # other ids are train
-        parts = {split: [p for p in in_order if listed.get(p.id, "train") == split] for split in SPLITS}
-        test = without_duplicates(parts["test"])
-        dev = without_duplicates(parts["dev"], test)
-        return {"train": without_duplicates(parts["train"], [*dev, *test]), "dev": dev, "test": test}
+        test_first = sorted(in_order, key=lambda prompt: SPLITS[::-1].index(listed.get(prompt.id, "train")))
+        unique = without_duplicates(test_first)
+        return {split: [p for p in unique if listed.get(p.id, "train") == split] for split in SPLITS}
     if sum(weights) == 0:
         raise ValueError(f"data.split_weights is {list(weights)}; give train, dev or test a share above 0")
     in_order = without_duplicates(in_order)
