@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Pr
 from configs.schema import ModelSource
 from data_gen.store.manifest import IGNORED_KEYS, tokenizer_text
 from lm import model_config
-from lm.pair import load_tokenizer
+from lm.pair import load_generation_config, load_tokenizer
 from store.hub import HUB_ERRORS
 from store.shards import atomic_directory
 
@@ -74,13 +74,14 @@ def _difference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     try:
         config = model_config(source)
         stored = load_tokenizer(source)
+        generation = load_generation_config(source) or GenerationConfig.from_model_config(config)
     except (ValueError, FileNotFoundError) as error:
         return f"{folder} cannot be compared ({error})"
     if (name := _different_tensor(model.state_dict(), folder, dtype=model.dtype)) is not None:
         return f"its weights differ from {folder}, first {name}"
     if _settings_of(model.config) != _settings_of(config):
         return f"its config differs from {folder}/config.json"
-    if _settings_of(model.generation_config) != _settings_of(_generation_of(folder, config)):
+    if _settings_of(model.generation_config) != _settings_of(generation):
         return f"its generation config differs from that of {folder}"
     if _described(tokenizer) != _described(stored):
         return f"its tokenizer or chat template differs from that in {folder}"
@@ -114,13 +115,6 @@ def _tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, the file is not a mapping
                 yield name, file.get_tensor(name)
-
-
-def _generation_of(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except OSError:  # there is no generation_config.json
-        return GenerationConfig.from_model_config(config)
 
 
 def _settings_of(config: PreTrainedConfig | GenerationConfig | None) -> dict[object, object]:
