@@ -206,7 +206,7 @@ def refuse_wrong(command: Command, argv: Iterable[str]) -> None:
     """Refuse a wrong setting before Lightning is imported, which takes seconds, except those of `trainer`."""
     if {"--print_config", "--help.all"} & set(argv):
         return
-    arguments_of(command, _flags_in(argv, lambda section: section != "trainer"))
+    arguments_of(command, _flags_in(argv, lambda section: not section.startswith("trainer")))
 
 
 def experiment_in(file: str, *, trainer: type | None = None) -> Config:

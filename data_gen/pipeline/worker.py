@@ -168,7 +168,6 @@ class Worker:
             )
 
     def _source(self) -> ResponseSource:
-        """Where the stage gets its responses from."""
         job = self.job
         if self.data.source == "file":
             # the target generates the responses that the file lacks

@@ -26,8 +26,6 @@ _NO_PENALTY: dict[str, float] = {
 """Settings of transformers that change logits, also of greedy decoding -> the value that changes nothing."""
 _NO_CUT: dict[str, float] = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 """Settings that remove tokens from a sampled distribution -> the value that removes none."""
-_VLLM = {"min_p": 0.0, "repetition_penalty": 1.0}
-"""What vLLM and SGLang read from the model's generation config, besides what `Sampling` has."""
 _OPENAI = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 _UNSENDABLE = (
     *("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id"),
@@ -50,7 +48,9 @@ def request_settings(kind: str, sampling: Sampling, *, max_new_tokens: int, eos_
     top_p = sampling.top_p or 1.0
     settings: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "top_p": top_p}
     if kind == "vllm":
-        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True, **_VLLM}
+        # min_p and repetition_penalty would be those of the model's generation config
+        fixed = {"min_p": 0.0, "repetition_penalty": 1.0}
+        settings["extra_body"] = {"top_k": sampling.top_k or -1, "return_token_ids": True, **fixed}
     elif kind == "transformers":
         generation = {"do_sample": not sampling.is_greedy, "max_new_tokens": max_new_tokens, "eos_token_id": eos_ids}
         generation |= _NO_PENALTY

@@ -75,11 +75,10 @@ class TargetInProcess:
         upcoming = iter(shards)
         while True:
             while len(waiting) < batch.num_free and (following := next(upcoming, None)) is not None:
-                shard, turns = following
-                opened = _OpenShard(shard, turns, self.max_new_tokens)
+                opened = _OpenShard(*following, self.max_new_tokens)
                 waiting.extend(opened.next_turn())
                 if not opened.sequences:
-                    yield shard, opened.result
+                    yield opened.shard, opened.result
             if waiting and batch.num_free >= max(1, _MIN_SHARE_FREE * self.batch_size):
                 ended = batch.join([waiting.popleft() for _ in range(min(batch.num_free, len(waiting)))])
             elif not batch.active:

@@ -18,7 +18,6 @@ from store.shards import atomic_directory, check_sums, shards_in
 _FOLDERS = ("rows", "labels")
 _SPLITS = {"train": "train", "dev": "validation", "test": "test"}
 """Our name of a split -> its name in `datasets`."""
-_LOCAL = ("/", ".")
 _CARD = """---
 {license_line}tags:
 - speculative-decoding
@@ -79,7 +78,7 @@ def publish(directory: Path, repo: str, *, manifest: Manifest, license: str | No
     paths = shards_in(directory, _FOLDERS)
     check_sums(paths)
     card = card_of(directory, manifest, repo=repo, license=license)
-    if repo.startswith(_LOCAL):
+    if repo.startswith(("/", ".")):
         target = local_path(repo, "--repo")
         with atomic_directory(target) as folder:
             _copy(directory, folder, card, manifest)

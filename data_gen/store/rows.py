@@ -39,13 +39,14 @@ _HALVES = ("acceptance_prob", "log_p", "log_q", "acceptance_rate")
 _ENTROPIES = ("entropy", "cross_entropy")
 POSITION_COLUMNS = (*_HALVES, *_ENTROPIES)
 _COUNTS = ("input", "ok", "tokens")
-_IDS = ("prompt_ids", "response_ids", "draft_ids")
 _WRITTEN: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 9,
     "use_dictionary": False,
     # numbers rarely repeat but share their high bytes, so splitting them by byte compresses well
-    "use_byte_stream_split": [f"{name}.list.element" for name in (*_IDS, *POSITION_COLUMNS)],
+    "use_byte_stream_split": [
+        f"{name}.list.element" for name in ("prompt_ids", "response_ids", "draft_ids", *POSITION_COLUMNS)
+    ],
     # no reader searches by value, and statistics would be most of a small file
     "write_statistics": False,
     "store_schema": False,
