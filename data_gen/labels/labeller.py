@@ -119,10 +119,7 @@ class Labeller:
         known = dict(inputs)
         q = None
         for name, model in self._models.items():
-            of_model = forwards.logits_of(model, states[name], self.vocab_size)
-            broken = non_finite(of_model)  # their logits become 0
-            columns[f"{name} {_BROKEN}"] = broken
-            logits[name] = of_model.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else of_model
+            logits[name], columns[f"{name} {_BROKEN}"] = self._logits(model, states[name])
         if self.draft is not None:
             labels, q = label_draft(logits["draft"], inputs.get("uniform"), self.sampling, inputs.get("draft_ids"))
             columns |= labels
@@ -139,6 +136,12 @@ class Labeller:
         p = self.sampling.probs(p_logits.float())
         known = {name: known[name].to(p.device) for name in ("draft_ids", "log_q")}
         return columns | label_target(p, known, q, q_logits=logits.get("draft"), p_logits=p_logits)
+
+    def _logits(self, model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits over the tokenizer's ids, and [position] whether they are not finite; those become 0."""
+        logits = forwards.logits_of(model, hidden, self.vocab_size)
+        broken = non_finite(logits)
+        return (logits.masked_fill(broken.unsqueeze(-1), 0) if broken.any() else logits), broken
 
 
 def _states(model: PreTrainedModel, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:

@@ -310,8 +310,7 @@ def _messages_of(value: Any) -> list[tuple[str, str]]:
     # some Parquet files store such a list as a dict of columns
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
-    is_list = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    _check(is_list, _MESSAGES, value)
+    _check(value == [] or _is_messages(value), _MESSAGES, value)
     return [_message(message) for message in value]
 
 
