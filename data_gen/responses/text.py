@@ -121,18 +121,22 @@ class ResponseFile:
 
     def respond(self, requests: Sequence[Request], seed: int, progress: Progress) -> list[Exchange | Problem]:
         """The file's response to each request, or a generated one; a `Problem` if it is missing or invalid."""
-        answers: dict[str, Exchange | Problem] = {}
+        answers: list[Exchange | Problem] = []
         lacking = [request for request in requests if request.id not in self._records]
+        generated: dict[str, Exchange | Problem] = {}
         if lacking and self._make_generator is not None:
             say_once(f"{self.path} lacks responses to some prompts; the target generates them")
-            answers = {answer.id: answer for answer in self._make_generator().respond(lacking, seed, progress)}
-        for request in (request for request in requests if request.id not in answers):
+            generated = {answer.id: answer for answer in self._make_generator().respond(lacking, seed, progress)}
+        for request in requests:
+            if request.id in generated:
+                answers.append(generated[request.id])
+                continue
             try:
-                answers[request.id] = self._answer(request)
+                answers.append(self._answer(request))
             except RefusedError as error:
-                answers[request.id] = Problem(request.id, "error", str(error))
+                answers.append(Problem(request.id, "error", str(error)))
             progress(1)
-        return [answers[request.id] for request in requests]
+        return answers
 
     def _answer(self, request: Request) -> Exchange | Problem:
         if request.id not in self._records:

@@ -19,7 +19,7 @@ STATEMENTS = {
     "configs": (957, 700),
     "store": (443, 350),
     "lm": (2956, 2650),
-    "data_gen": (4421, 3000),
+    "data_gen": (4425, 3000),
     "heads": (3524, 2450),
     "decode": (2778, 2350),
     "evaluation": (6653, 4100),
