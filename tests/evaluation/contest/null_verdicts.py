@@ -20,10 +20,12 @@ from decode.policies import FixedLength
 from evaluation.competitor import Arm, Competitor, competitors_with
 from evaluation.contest import Contest, fastest_on_dev, replay_arms
 from evaluation.families import BASELINE, HEADS, PRODUCT, TRAINING_FREE
+from evaluation.gain import Splits
 from evaluation.played import Played, joined
 from evaluation.report.conclusion import conclude
 from evaluation.splits import repeated_splits
 from evaluation.traces.recording import trace_folder
+from evaluation.traces.trace import join_traces
 from tests.toys.times import flat_times
 
 SIZES = (2, 4, 8, 10, 16, 40, 80)
@@ -36,13 +38,14 @@ ROOT = "checkpoints/coder"
 def recorded() -> tuple[Played, list[Played]]:
     """The fixed lengths, and product and heads by threshold from the shortest drafts to the longest, on all prompts."""
     models = {name: ModelSource(path=f"/nowhere/{name}") for name in ("target", "draft")}
-    names = ("drawn+s+n-d1-w6", "fed-d0-w1")
+    names = ("drawn+s+e-d0-w1", "drawn+s-d0-w1")
     heads = tuple(f"{ROOT}/heads/{name}" for name in names)
     decode = DecodeConfig(dir=f"{ROOT}/record", as_recorded=True, policies=(PRODUCT, "head"), heads=heads)
     experiment = Experiment(Config(pair=PairConfig(**models), decode=decode))
-    (dataset,) = experiment.datasets
+    folder = trace_folder(experiment)
+    parts = zip(*(folder.load(dataset) for dataset in experiment.datasets), strict=True)
     competitors = competitors_with(experiment, experiment.heads)
-    fixed, *others = replay_arms(competitors, trace_folder(experiment).load(dataset))
+    fixed, *others = replay_arms(competitors, Splits(*map(join_traces, parts)))
     ranked = []
     for arm in others:
         values = [next(iter(setting.values())) for setting in arm.competitor.settings]

@@ -314,7 +314,14 @@ RECORD += ["--data.prompts=/nowhere/prompts.jsonl", "--pair.sampling.temperature
 
 def test_a_record_is_evaluated_as_it_was_without_models_and_prompts(flags, tmp_path, capsys):
     published = tmp_path / "record"
+    manifest = Path(flags[3], "trace", "manifest.json")
+    recorded = manifest.read_text()
+    listed = json.loads(recorded)
+    listed["split"]["stories.test"]["prompts"] += 100  # a run for more prompts was stopped
+    manifest.write_text(json.dumps(listed))
     record(decode_dir=flags[3], out=str(published), heads=(f"{flags[5]}/exported/plain",))
+    manifest.write_text(recorded)
+    assert json.loads((published / "trace" / "manifest.json").read_text())["split"] == json.loads(recorded)["split"]
     assert sum(path.stat().st_size for path in published.rglob("*.safetensors")) < 100_000
     for rows in published.glob("trace/stories/rows/*.parquet"):
         assert not any(map(len, pq.read_table(rows)["prompt_ids"]))

@@ -182,12 +182,17 @@ def test_a_pushed_card_has_the_license_and_names_the_draft_on_the_hub_as_its_bas
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("checkpoints/**/heads/*/config.json")), ids=lambda path: path.parent.name
 )
-def test_shipped_heads_have_the_card_of_their_config_and_a_license(path: Path):
+def test_shipped_heads_have_the_card_of_their_config_whose_code_runs_and_a_license(path: Path):
     head = AcceptanceHead.from_pretrained(path.parent)
     assert path.with_name("README.md").read_text() == str(head.generate_model_card())
     assert head.provenance.license == "cc-by-nc-4.0"
     is_feature_draft = "smollm2" in str(path)
-    assert bool(code_of(str(head.generate_model_card()))[1:]) != is_feature_draft
+    *decoding, scoring = code_of(path.with_name("README.md").read_text())
+    assert bool(decoding) != is_feature_draft
+    names = {name: torch.randn(5, head.hidden_size) for name in ("hidden", "embedding")}
+    names["scalars"] = torch.randn(5, len(head.inputs.scalars))
+    exec(scoring.replace("this-directory", str(path.parent)), names)
+    assert names["probability"].shape == (5,)
 
 
 def test_a_card_explains_only_what_it_has():
