@@ -98,7 +98,7 @@ def test_every_table_beside_the_pages_is_linked():
         ("+25 % (21, 30), 19 and 20 %", []),
         ("+25 % (21, 31)", ["+25 21 31"]),
         ("+25.23 % (20.7, 29.7)", ["+25.23 20.7 29.7"]),
-        ("+61 % or 8.8 times", ["+61", "8.8"]),
+        ("+61 % or 77.7 times", ["+61", "77.7"]),
     ],
 )
 def test_a_figure_that_was_not_measured_or_was_retired_fails_this_test(quote, complaint, tmp_path, monkeypatch):
