@@ -69,7 +69,7 @@ class Result:
 
     @cached_property
     def throughput(self) -> Throughput:
-        """Of each test prompt."""
+        """Tokens and seconds of each test prompt."""
         every = self.played.throughput if self.times is None else self.times.throughput(self.played)
         return every.at(0)
 
