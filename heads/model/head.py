@@ -341,9 +341,14 @@ def _zeros(num_inputs: int, num_outputs: int, *, bias: bool = True) -> nn.Linear
 
 
 def update_config(directory: str | Path, **changes: Any) -> None:
-    """Change keys of a saved head's config.json, as `tune` does with `recommended`, and write its model card again."""
+    """Change keys of a saved head's config.json, as `tune` does with `recommended`, and write its model card again. The
+    card comes first: if the process is killed in between, the same change writes both.
+    """
     path = Path(directory) / "config.json"
-    config = read_head_config(path) | changes
+    before = read_head_config(path)
+    config = before | changes
+    if config == before:
+        return
     head = AcceptanceHead.from_config(config)
-    write_head_config(path, config)
     write_atomic(path.with_name("README.md"), str(head.generate_model_card()).encode())
+    write_head_config(path, config)

@@ -215,6 +215,12 @@ def test_update_config_changes_a_saved_head(tmp_path: Path):
     assert (config["num_layers"], config["architectures"], config["reject_weight"]) == (2, ["AcceptanceHead"], 6.0)
     update_config(tmp_path, recommended={"max_rejection_prob": 0.3})
     assert AcceptanceHead.from_pretrained(tmp_path).provenance.recommended == {"max_rejection_prob": 0.3}
+    card = tmp_path / "README.md"
+    card.write_text("")
+    update_config(tmp_path, recommended={"max_rejection_prob": 0.3})
+    assert not card.read_text()  # nothing has changed, so nothing is written
+    update_config(tmp_path, recommended={"max_rejection_prob": 0.4})
+    assert "0.4" in card.read_text()
     with pytest.raises(ValueError, match="reject_weight is 0"):
         update_config(tmp_path, reject_weight=0.0)
 
