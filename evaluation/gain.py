@@ -181,8 +181,7 @@ def widening(num_prompts: float) -> float:
     Should Know about the Bootstrap"): 1.22 of 10 prompts, 1.06 of 30, 1.02 of 80; as of 2 below 2.
     """
     num = max(2.0, num_prompts)
-    quantile = float(stdtrit(num - 1, 0.975) / ndtri(0.975))
-    return quantile * sqrt(num / (num - 1))
+    return float(stdtrit(num - 1, 0.975) / ndtri(0.975)) * sqrt(num / (num - 1))
 
 
 def gain_of_turns(

@@ -10,6 +10,7 @@ import pandas as pd
 from jaxtyping import Int
 
 from decode.loop.counts import Counts
+from decode.policies.base import Policy
 from evaluation.contest import Contest, Result
 from evaluation.families import BASELINE
 from evaluation.gain import gain_over
@@ -69,8 +70,9 @@ def threshold_curve(contest: Contest, result: Result) -> pd.DataFrame:
         value = setting[parameter]
         gain = gain_over(contest.baseline.throughput, throughput.at(number))
         is_chosen = number == result.number
-        is_equal = is_chosen or value in equal_values
-        rows.append({parameter: value, **gain.interval, "is_chosen": is_chosen, "is_equal": is_equal})
+        rows.append(
+            {parameter: value, **gain.interval, "is_chosen": is_chosen, "is_equal": is_chosen or value in equal_values}
+        )
     return pd.DataFrame(rows).sort_values(parameter, ignore_index=True)
 
 
@@ -90,8 +92,8 @@ def parts_of(contest: Contest, traces: Sequence[Trace], by: str) -> pd.DataFrame
     if by not in BY:
         raise ValueError(f"by is {by!r}; it is one of {', '.join(BY)}")
     rows = [row for trace in traces for row in trace.rows]
-    is_by_row = by != "response_position"
-    parts = _by_row(contest, _labels(rows, by)) if is_by_row else _by_position(contest, traces, rows)
+    has_rounds = by == "response_position"
+    parts = _by_position(contest, traces, rows) if has_rounds else _by_row(contest, _labels(rows, by))
     records = []
     for label, results in parts.items():
         base = results[BASELINE]
@@ -145,13 +147,23 @@ def _by_position(contest: Contest, traces: Sequence[Trace], rows: Sequence[Trace
     reached = [np.isin(prompt_of_row, prompt_of_row[lengths > edges[number]]).nonzero()[0] for number in numbers]
     parts: dict[str, dict[str, Result]] = {f"{edges[number]}-{edges[number + 1] - 1}": {} for number in numbers}
     for name, result in contest.results.items():
-        rounds = _joined_rounds([replay_rounds(trace, result.policy) for trace in traces], traces)
-        part = np.searchsorted(edges, _starts(rounds), side="right") - 1
+        every = played_by_position(result.policy, result.played, traces, edges)
         for number, label in enumerate(parts):
-            within = Rounds(*(column[part == number] for column in rounds))
-            played = _played_in(within, result.played).select([0], reached[number])
-            parts[label][name] = replace(result, played=played)
+            parts[label][name] = replace(result, played=every[number].select([0], reached[number]))
     return parts
+
+
+def played_by_position(
+    policy: Policy, played: Played, traces: Sequence[Trace], edges: Int[Array, " edge"]
+) -> list[Played]:
+    """What one setting does in each part of the responses, by where its rounds start; `played`: in whole responses."""
+    rounds = _joined_rounds([replay_rounds(trace, policy) for trace in traces], traces)
+    part = np.searchsorted(edges, _starts(rounds), side="right") - 1
+    every = []
+    for number in range(len(edges) - 1):
+        within = Rounds(*(column[part == number] for column in rounds))
+        every.append(_played_in(within, played))
+    return every
 
 
 def _joined_rounds(every: Sequence[Rounds], traces: Sequence[Trace]) -> Rounds:
@@ -169,11 +181,11 @@ def _starts(rounds: Rounds) -> Int[Array, " round"]:
 
 
 def _played_in(rounds: Rounds, played: Played) -> Played:
-    shape = played.lengths.shape
-    lengths = np.zeros(shape, dtype=int)
-    emitted = np.zeros(shape[:2], dtype=int)
-    forwards = np.zeros(shape[:2], dtype=int)
+    size = played.lengths.shape[1]
+    lengths = np.zeros_like(played.lengths)
     np.add.at(lengths[0], (rounds.lane, rounds.drafted), 1)
-    np.add.at(emitted[0], rounds.lane, rounds.emitted)
-    np.add.at(forwards[0], rounds.lane, rounds.forwards)
+    emitted, forwards = (
+        np.bincount(rounds.lane, column, minlength=size)[None].astype(int)
+        for column in (rounds.emitted, rounds.forwards)
+    )
     return replace(played, counts=Counts(num_emitted=emitted, num_draft_forwards=forwards), lengths=lengths)

@@ -183,8 +183,7 @@ def threshold_table(tuned: Sequence[Record], contest: Contest, *, num_rows: int)
 def _brief(tuned: Sequence[Record], contest: Contest) -> Table:
     """The first columns of the fastest heads, with a short note: what `all` prints."""
     table = threshold_table(tuned, contest, num_rows=_NUM_BRIEF)
-    columns = table.columns[:5]
-    rows = [{column: row[column] for column in columns} for row in table.rows]
+    rows = [{column: row[column] for column in table.columns[:5]} for row in table.rows]
     note = f"{_order_text(tuned, _NUM_BRIEF)}. gain: on test, over the best fixed length, {_fixed_length(contest)}"
     return Table("thresholds", rows, note)
 

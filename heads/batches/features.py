@@ -108,9 +108,8 @@ class LabelBlock:
             self.is_drafted: Bool[Tensor, " tokens"] = file.get_slice("is_drafted")[self.first : last]
             has_drafts = "draft_lengths" in file.keys()  # noqa: SIM118, the file is not a mapping
             lengths = file.get_tensor("draft_lengths") if has_drafts else every.diff()
-        ends = lengths.cumsum(0)
         # the drafts of a response are those that end within it
-        cuts = torch.searchsorted(ends, offsets, right=True).tolist()
+        cuts = torch.searchsorted(lengths.cumsum(0), offsets, right=True).tolist()
         self.draft_lengths: list[Int[Tensor, " drafts"]] = [lengths[a:b] for a, b in pairwise(cuts)]
         self.bounds: list[tuple[int, int]] = list(pairwise((offsets - self.first).tolist()))
 

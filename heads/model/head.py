@@ -349,6 +349,5 @@ def update_config(directory: str | Path, **changes: Any) -> None:
     config = before | changes
     if config == before:
         return
-    head = AcceptanceHead.from_config(config)
-    write_atomic(path.with_name("README.md"), str(head.generate_model_card()).encode())
+    write_atomic(path.with_name("README.md"), str(AcceptanceHead.from_config(config).generate_model_card()).encode())
     write_head_config(path, config)

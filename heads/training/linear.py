@@ -123,8 +123,7 @@ class LinearFit:
         mask = is_accepted[..., None]
         if not self._loss.isinf().any():
             change = torch.where(mask, self._trial - self.weights, 0.0)
-            of_gradient = torch.where(mask, gradient - self._gradient, 0.0)
-            self._history.append((change, of_gradient))
+            self._history.append((change, torch.where(mask, gradient - self._gradient, 0.0)))
         self.weights = torch.where(mask, self._trial, self.weights)
         self._gradient = torch.where(mask, gradient, self._gradient)
         self._loss = torch.where(is_accepted, loss, self._loss)

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
+from benchmarks import lengths
 from decode.policies import Entropy
 from evaluation.contest import hold
 from evaluation.families import BASELINE
@@ -131,3 +132,13 @@ def test_a_pooled_verdict_compares_on_the_prompts_of_all_its_sets(contest, repla
     one = evaluation.compare("entropy:max_sqrt_entropy=0.4", "entropy:max_sqrt_entropy=0.9", dataset="one")
     assert both.value == pytest.approx(one.value)
     assert both.standard_error < one.standard_error
+
+
+def test_the_best_setting_of_one_part_is_dev_s_choice_for_whole_responses(evaluation, contest, replays):
+    longest = int(max(np.diff(trace.offsets).max() for trace in replays.traces))
+    for family in lengths.CHOSEN:
+        result = contest.results[family]
+        (best,) = lengths.best_in_parts(evaluation, family, [0, longest])
+        assert (best.number, best.tokens_per_s) == (result.number, result.tokens_per_s)
+        halves = lengths.result_in_parts(result, replays.traces.test, [0, longest // 2, longest])
+        assert sum(part.throughput.tokens.sum() for part in halves) == result.throughput.tokens.sum()
