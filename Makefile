@@ -12,7 +12,7 @@ INSTALLED = $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # Types and shapes are checked at every call, which makes a test three times as slow.
 CHECKED = --jaxtyping-packages=store,lm,heads,data_gen,decode,evaluation,papers,serve,checkpoints,beartype.beartype
 
-SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d1-w6
+SMOLLM2_HEAD = head:checkpoints/smollm2/heads/drawn+s-d0-w1
 SMOLLM2_SETTINGS = --config smollm2 --pair.target.path $(SMOLLM2) --data.prompts checkpoints/smollm2/prompts.jsonl \
 	--data.num_train null --data.num_dev 8 --data.num_test 16 --decode.num_dev 8 --decode.num_test 16 --decode.dir runs/smollm2
 

@@ -22,7 +22,7 @@ from heads.measures.scores import fit_logistic, measures
 from lm.signals import logit_of_log
 
 FOLDS = 10
-RECORDS = ("checkpoints/coder", "checkpoints/smollm2", "checkpoints/smollm2/greedy")
+RECORDS = ("checkpoints/coder", "checkpoints/smollm2")
 """The shipped records."""
 
 
