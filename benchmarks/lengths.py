@@ -64,9 +64,17 @@ def lengths(*, experiment: str, width: int = 100) -> None:
     Args:
         experiment: the YAML of an experiment, whose trace is recorded first if need be.
         width: tokens of a part.
+
+    Raises:
+        ValueError: an experiment with several datasets, or with fewer than ten test prompts.
     """
     evaluation = evaluate(experiment)
     contest = evaluation.contest
+    if evaluation.pooled or contest.num_prompts < _LEAST_PROMPTS:
+        raise ValueError(
+            f"{experiment} has {len(evaluation.contests)} datasets and {contest.num_prompts} test prompts; this needs "
+            f"one dataset and at least {_LEAST_PROMPTS} prompts: set decode.datasets and decode.num_test"
+        )
     traces = evaluation.replays[contest.dataset].traces
     num_tokens = np.diff(traces.test.offsets)
     edges = list(range(0, int(np.sort(num_tokens)[-_LEAST_PROMPTS]) + width, width))

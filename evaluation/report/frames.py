@@ -92,8 +92,8 @@ def parts_of(contest: Contest, traces: Sequence[Trace], by: str) -> pd.DataFrame
     if by not in BY:
         raise ValueError(f"by is {by!r}; it is one of {', '.join(BY)}")
     rows = [row for trace in traces for row in trace.rows]
-    has_rounds = by == "response_position"
-    parts = _by_position(contest, traces, rows) if has_rounds else _by_row(contest, _labels(rows, by))
+    is_by_row = by != "response_position"
+    parts = _by_row(contest, _labels(rows, by)) if is_by_row else _by_position(contest, traces, rows)
     records = []
     for label, results in parts.items():
         base = results[BASELINE]
