@@ -67,8 +67,10 @@ def read_responses(path: Path) -> list[Text]:
     texts = []
     for where, record in json_lines(path):
         if not record.keys() >= {"prompt_ids", "response_ids"}:
-            remedy = f"write such a file with `acceptance-heads responses --out {path.name}`"
-            raise ValueError(f"{where} has no prompt_ids and response_ids; {remedy}")
+            raise ValueError(
+                f"{where} has no prompt_ids and response_ids; write such a file with `acceptance-heads responses "
+                f"--out {path.name}`"
+            )
         if record["response_ids"]:
             texts.append((record["prompt_ids"], record["response_ids"]))
     return texts

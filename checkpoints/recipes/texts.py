@@ -119,8 +119,7 @@ def new_stories(seed: int, num_stories: int) -> list[Story]:
 
 def held_out(tokenizer: PreTrainedTokenizerBase, batch_size: int, seed: int) -> list[StoryBatch]:
     """Batches of the test split."""
-    tests = stories("test", 256, seed=seed)
-    return list(islice(story_batches(tests, tokenizer, batch_size=batch_size, seed=seed), 8))
+    return list(islice(story_batches(stories("test", 256, seed=seed), tokenizer, batch_size=batch_size, seed=seed), 8))
 
 
 class TargetReading(NamedTuple):

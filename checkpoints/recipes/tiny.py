@@ -175,8 +175,7 @@ def _write(
     else:
         figures = feature_drafts.feature_figures(draft, target, batches)
     feature_drafts.save_feature_draft(draft, directory)
-    text = json.dumps(figures, indent=2, sort_keys=True) + "\n"
-    (directory / "figures.json").write_text(text, encoding="utf-8")
+    (directory / "figures.json").write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{directory.name}: {json.dumps(figures)}")
 
 
@@ -209,23 +208,23 @@ def log_q(model: LlamaForCausalLM, reading: TargetReading) -> list[Float[Tensor,
 def _log_probs(
     model: LlamaForCausalLM, tokens: Int[Tensor, "batch position"], is_learned: Bool[Tensor, "batch position"]
 ) -> Float[Tensor, "learned vocab"]:
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[is_learned]).log_softmax(-1)
+    return model.lm_head(model.model(input_ids=tokens, use_cache=False).last_hidden_state[is_learned]).log_softmax(-1)
 
 
 def _new_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """A model with random weights from torch's global generator."""
     num_layers, hidden_size, intermediate_size, num_heads = shape
-    config = LlamaConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_heads,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=texts.MAX_TOKENS,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_attention_heads=num_heads,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=texts.MAX_TOKENS,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
     )
-    return LlamaForCausalLM(config)
