@@ -79,7 +79,7 @@ COMMANDS = [
     if module not in REMOVED
 ]
 PROGRAMS = {"data_gen", "heads", "decode", "evaluation", "checkpoints.recipes", "train.py"}
-BENCHMARKS = {"benchmarks.pace", "benchmarks.serve.clock", "benchmarks.signals", "benchmarks.thresholds"}
+BENCHMARKS = {f"benchmarks.{name}" for name in ("lengths", "pace", "serve.clock", "signals", "thresholds")}
 SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 parser_of = cache(parser_for)
 [SCRIPT] = [script for script in SCRIPTS if "target.generate" in script]
