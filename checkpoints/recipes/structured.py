@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
+from configs.paths import local_path
 from store.shards import write_atomic
-
-_NUM_OFFERED = 3  # functions per prompt
 
 
 def structured(*, out: str, num: int = 600, num_unseen: int = 0, seed: int = 0) -> None:
@@ -27,7 +26,7 @@ def structured(*, out: str, num: int = 600, num_unseen: int = 0, seed: int = 0) 
             prompt does; they and as many others are test, a tenth of all is dev, as a second file says.
         seed: of the choice of words.
     """
-    path = Path(out)
+    path = Path(local_path(out, "--out"))
     prompts = structured_prompts(num, num_unseen=num_unseen, seed=seed)
     write_atomic(path, "".join(f"{json.dumps(prompt)}\n" for prompt in prompts).encode())
     print(f"{path}: {num} prompts; use it as data.prompts")
@@ -84,7 +83,7 @@ def _function_call(random: Random, kinds: slice) -> str:
     functions = _lists()["functions"]
     called = ""
     while called not in list(functions)[kinds]:
-        offered = random.sample(sorted(functions), _NUM_OFFERED)
+        offered = random.sample(sorted(functions), 3)
         called = random.choice(offered)
     listed = "\n".join(f"- {name}: {functions[name]['arguments']}" for name in offered)
     return (
