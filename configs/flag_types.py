@@ -22,6 +22,8 @@ class RaceRules:
     """Every generation has `num_tokens` tokens; false: at most so many, ending at EOS."""
     assistant: str | None = None
     """Directory of a language model that drafts for transformers beside a feature draft."""
+    transformers: bool = True
+    """Also race transformers' own generation, without a draft and by its schedules."""
 
 
 def sizes_of(given: Sizes | None) -> tuple[int, ...] | None:

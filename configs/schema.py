@@ -30,6 +30,9 @@ class ModelSource:
     quantization: Literal["4bit", "8bit"] | dict[str, Any] | None = None
     """4bit (NF4) or 8bit of bitsandbytes, or the fields of another method of transformers, such as {quant_method: hqq,
     nbits: 4}; 8bit of a feature draft needs no package. A quantised model needs its own data and heads."""
+    packed: bool = False
+    """In float32 on a CPU, keep matrices in oneDNN's order: verifying a few tokens then costs little more than one,
+    which it does not otherwise on CPUs that lack bfloat16 arithmetic."""
 
 
 @dataclass(frozen=True, kw_only=True)

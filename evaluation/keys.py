@@ -55,7 +55,8 @@ def models_key(experiment: Experiment, *levels: Level) -> dict[str, object]:
     """Each model's description, its weights included, and how it is loaded."""
     sources = {level: asdict(getattr(experiment.models, level)) for level in levels}
     return {
-        level: {name: value for name, value in source.items() if name not in _ELSEWHERE} | experiment.described(level)
+        level: {name: value for name, value in source.items() if name not in _ELSEWHERE and value is not False}
+        | experiment.described(level)  # `packed: false` is omitted, as in keys written before the setting existed
         for level, source in sources.items()
     }
 

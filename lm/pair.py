@@ -29,6 +29,7 @@ from lm.features.loading import feature_draft_of
 from lm.features.released import released_layout_of
 from lm.folders import refuse_no_model
 from lm.forwards import eos_ids_of
+from lm.linears import pack
 from lm.parallel import refuse_sliced, slicing_of
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "ALLOC_FAILED", "Cannot allocate memory", "CUDA out of memory")
@@ -164,6 +165,8 @@ def load_model(source: ModelSource, *, device: torch.device | None = None) -> Pr
                 "device_map, free memory, or choose a smaller dtype"
             )
     model.eval()
+    if source.packed:
+        pack(model, source.path)
     return model
 
 

@@ -25,10 +25,10 @@ from configs.schema import Config, ModelSource, SamplingConfig
 from data_gen.store.manifest import describe_model, digest
 from decode.experiment import Experiment
 from decode.policies import FixedLength, Policy
-from decode.policies.registry import read_spec, registered
+from decode.policies.registry import AUTO_TOKEN_PROB, read_spec, registered
 from evaluation.bench import arms as ways
 from evaluation.bench.results import OTHER_SAMPLING, Cell, competitor, contest_of
-from evaluation.competitor import Competitor, competitors_with
+from evaluation.competitor import Competitor, competes, competitors_with
 from evaluation.contest import Contest, Result, hold, replay_dataset
 from evaluation.costs.machine import costs_for
 from evaluation.costs.measure import Loop
@@ -266,6 +266,8 @@ class Race:
 
     def _schedules(self, fixed: Policy | None) -> dict[tuple[str, str], Mapping[str, object] | None]:
         """(family, setting) of transformers' own ways -> changes of the draft's generation config; None: no draft."""
+        if not self._rules.transformers:
+            return {}
         schedules: dict[tuple[str, str], Mapping[str, object] | None] = {(ways.UNASSISTED, "-"): None}
         if self.experiment.has_feature_draft and self._assistant is None:
             return schedules
@@ -309,7 +311,13 @@ class Race:
         dev = folder.load_split(dataset, "dev")
         traces = Splits(dev, dev.select([0]))  # the second is not read
         competitors = competitors_with(experiment, experiment.heads)
-        replays = replay_dataset(traces, competitors, perfect_head=False, name=f"dev, {dataset}, {sampling}")
+        replays = replay_dataset(
+            traces,
+            competitors,
+            perfect_head=False,
+            name=f"dev, {dataset}, {sampling}",
+            has_token_rule=competes(AUTO_TOKEN_PROB, experiment),
+        )
         return hold(replays, self._times, is_online=(False,)).results
 
     def _under(self, name: str) -> Experiment:

@@ -71,7 +71,8 @@ class FeatureDraft(nn.Module):
         """Use the target's embeddings or LM head where the draft has none; for a reduced vocabulary, copy its rows."""
         self._borrowed = target.get_input_embeddings(), target.get_output_embeddings()
         if self.target_ids is not None and not self._has_head:
-            rows = target.get_output_embeddings().weight.detach()[self.target_ids.to(target.device)]
+            weight = target.get_output_embeddings().weight.detach().to_dense()  # it may be packed
+            rows = weight[self.target_ids.to(target.device)]
             self.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device=self.device, dtype=self.dtype)
             self.lm_head.weight = nn.Parameter(rows.to(self.device, self.dtype), requires_grad=False)
         return self

@@ -12,9 +12,9 @@ from configs.schema import ModelSource
 from lm.features.base import FeatureDraft, draft_vocab_size
 from lm.features.dspark import DSpark
 from lm.features.eagle import Eagle, Eagle3
-from lm.features.eight_bits import to_eight_bits
 from lm.features.glide import Glide
 from lm.features.released import MTP, Released, draft_refusal, is_ids, max_positions
+from lm.linears import EightBitLinear, pack, replace_linears
 from lm.sampling import FLOATS
 
 _OTHER_TARGET = "use it with the target that it was trained for"
@@ -44,8 +44,10 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
         _fill(draft, released, dtype)
     draft.name_or_path = source.path
     draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
+    if source.packed:
+        pack(draft, source.path)
     if source.quantization is not None:
-        to_eight_bits(draft)
+        replace_linears(draft, EightBitLinear)
     return draft
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from configs import ModelSource
-from lm.features.eight_bits import EightBitLinear
 from lm.features.loading import feature_draft_of
 from lm.features.released import max_positions_of, released_layout_of, width_of
+from lm.linears import EightBitLinear
 from tests.lm.features import released_by_hand as by_hand
 from tests.lm.features.released_by_hand import D2T, LAYOUTS, T2D, Truth, released, write
 from tests.toys.random_drafts import VOCAB, WIDTH, beside, target
