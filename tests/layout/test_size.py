@@ -38,7 +38,7 @@ CONSTRUCTIONS = {
     "public name with two meanings": (4, 5),
 }
 MAX_LINES = 39_650  # 35,000 to reach
-MAX_TEST_LINES = 29_013  # 22,000 to reach
+MAX_TEST_LINES = 29_014  # 22,000 to reach
 WIDE, MAX_SHARE_WIDE = 115, 0.0435  # 0.03 to reach
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

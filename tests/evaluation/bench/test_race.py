@@ -68,20 +68,21 @@ def test_every_arm_runs_in_every_cell_and_a_killed_race_continues(config, tmp_pa
 
 
 def race_of(config, *families):
-    return Race(config, RaceRules(), num_prompts=2, num_tokens=4, families=families)
+    return Race(config, RaceRules(transformers=False), num_prompts=2, num_tokens=4, families=families)
 
 
 def test_each_family_runs_at_what_dev_chose_under_the_sampling_of_the_cell(config, tmp_path):
     known = {"temperature": 1.0, "top_k": None, "top_p": None}
     head = AcceptanceHead(96, 0, "drawn", provenance=Provenance(sampling=known))
     head.save_pretrained(tmp_path / "heads" / "exported" / "linear")
-    race = race_of(config, "head_drawn", "auto")
+    race = race_of(config, "auto_token_prob", "head_drawn", "auto")
     for name, foreign in (("greedy", True), ("sampled", False)):
         best_arms = race.best_arms("stories", name)
-        assert list(best_arms) == ["fixed_length", "head_drawn", "auto"]
+        assert list(best_arms) == ["fixed_length", "auto_token_prob", "head_drawn", "auto"]
         arms = race._arms("stories", name)
+        assert list(arms) == [ALONE, *best_arms]
         of_other_sampling = [arms[family][1].version == OTHER_SAMPLING for family in best_arms]
-        assert of_other_sampling == [False, foreign, foreign]
+        assert of_other_sampling == [False, False, foreign, foreign]
         assert best_arms["fixed_length"].policy.k == int(TIMES.tokens_per_s(best_arms["fixed_length"].arm.dev).argmax())
     with pytest.raises(ValueError, match="no family 'oracle'"):
         race_of(config, "oracle").best_arms("stories", "own")
