@@ -68,8 +68,8 @@ class PackedLinear(nn.Module):
         return outputs
 
 
-def replace_linears(model: nn.Module, kind: type[EightBitLinear] | type[PackedLinear]) -> None:
-    """Replace every linear layer of a model in place; embeddings, norms and what a bound draft borrows stay."""
+def replace_linears(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Replace every linear layer of a model by a class of this module; embeddings, norms and what it borrows stay."""
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in names:  # one after another, which needs memory for one matrix more
         model.set_submodule(name, kind(model.get_submodule(name)).eval())
