@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from checkpoints.recipes import distillation
 from checkpoints.recipes.distillation import Distillation, Draft, Reading
 from checkpoints.recipes.feature_drafts import layer_config, save_draft, unrolled
+from checkpoints.recipes.published import refuse_files
 from configs.paths import local_path
 from configs.schema import ModelSource
 from lm.features.eagle import Eagle3
@@ -88,6 +89,7 @@ def small(
 def _train(target: str, responses: str, out: str, new_draft: Callable[..., Draft], settings: Distillation) -> None:
     """Read the target, train a draft on that, and write it with its figures."""
     directory = Path(local_path(out, "--out"))
+    refuse_files(directory)
     model = load_model(ModelSource(path=target))
     every_text = distillation.read_responses(Path(local_path(responses, "--responses")))
     texts = distillation.without_leakage(every_text)

@@ -82,20 +82,27 @@ def coder_pair(*, dir: str = "checkpoints/qwen2.5-coder", wheels: str | None = N
 def _make(releases: Mapping[str, Release], directory: Path, wheels: str | None, *, needed: tuple[int, int]) -> None:
     """Make the models of a directory that are missing; `needed` are bytes of disk and of memory."""
     folder = Path(local_path(wheels, "--wheels")) if wheels else directory / "wheels"
-    missing = [name for name in releases if not (directory / name / "config.json").is_file()]
+    missing = {name: release for name, release in releases.items() if not (directory / name / "config.json").is_file()}
+    for name in missing:
+        refuse_files(directory / name)
     if missing:
         if find_spec("gguf") is None:
             raise ValueError("the package gguf, which reads the weights, is not installed; run `pip install gguf`")
         folder.mkdir(parents=True, exist_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         _require_room(directory, *needed)
-    for name in missing:
-        release = releases[name]
+    for name, release in missing.items():
         gguf = join_parts(release, wheels_of(release, folder), folder / f"{name}.gguf")
         write_model(release, gguf, directory / name)
     if not wheels:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{', '.join(str(directory / name) for name in releases)}: bfloat16 from 4-bit weights; ", end="")
+
+
+def refuse_files(directory: Path) -> None:
+    """Raise ValueError for a folder with files but no model, which a model written there would delete."""
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has files and no model, and they would be deleted; choose a folder of its own")
 
 
 def _require_room(directory: Path, disk: int, memory: int) -> None:

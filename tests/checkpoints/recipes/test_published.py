@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from checkpoints.recipes import published
+from checkpoints.recipes.own_target import small
 from tests.toys.small_pair import llama
 
 HIDDEN, HEADS, WORDS = 32, 4, ["<s>", "</s>", "a", "b", "c", "Ġ", "ab", "Ġa"]
@@ -66,6 +67,11 @@ def test_another_wheel_than_the_known_one_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"any.whl is not a complete wheel"):
         published.smollm2(dir=str(tmp_path / "target"), wheels=str(tmp_path))
     assert not (tmp_path / "target").exists()
+    message = "has files and no model, and they would be deleted; choose a folder"
+    with pytest.raises(ValueError, match=message):
+        published.smollm2(dir=str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        small(target="no", responses="no", out=str(tmp_path))
 
 
 def wheels_of(folder: Path, parts: list[bytes]) -> published.Release:

@@ -69,7 +69,7 @@ VERDICTS = {
     "dev chose what is slower on test": (ON_DEV_SLOWER, "dev chose largest probability: -"),
     "named policies": (CELL, "fastest of the named policies on these prompts: entropy (SVIP): +"),
     "too few prompts": (CELL, ". 2 test prompts are too few for an interval (at least 10 are needed); about "),
-    "no schedule": (cell_of(*OURS, *HEADS), "% over best fixed length; without --race.assistant"),
+    "no schedule": (cell_of(*OURS, *HEADS), "% over best fixed length; no schedule of transformers"),
 }
 
 
