@@ -69,7 +69,7 @@ class PackedLinear(nn.Module):
 
 
 def replace_linears(model: nn.Module, kind: type[nn.Module]) -> None:
-    """Replace every linear layer of a model by a class of this module; embeddings, norms and what it borrows stay."""
+    """Replace every linear layer of a model by a class of this module; what it borrows stays."""
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in names:  # one after another, which needs memory for one matrix more
         model.set_submodule(name, kind(model.get_submodule(name)).eval())
@@ -80,7 +80,7 @@ def pack(model: nn.Module, path: str) -> None:
     some = next(model.parameters())
     if some.dtype != torch.float32 or some.device.type != "cpu" or hasattr(model, "hf_quantizer"):
         raise ValueError(
-            f"packed is set for {path}, which is in {some.dtype} on {some.device}, and is for float32 on a CPU; set "
-            "dtype: float32 and device_map: cpu without quantization, or leave packed out"
+            f"packed is set for {path}, which is in {some.dtype} on {some.device}, and is for float32 on a CPU; "
+            "set dtype: float32 and device_map: cpu without quantization, or leave packed out"
         )
     replace_linears(model, PackedLinear)

