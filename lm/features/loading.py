@@ -44,10 +44,10 @@ def feature_draft_of(source: ModelSource, target: PreTrainedModel) -> FeatureDra
         _fill(draft, released, dtype)
     draft.name_or_path = source.path
     draft.to(next(target.get_output_embeddings().parameters()).device).eval().bind(target)
-    if source.packed:
-        pack(draft, source.path)
     if source.quantization is not None:
         replace_linears(draft, EightBitLinear)
+    if source.packed:
+        pack(draft, source.path)
     return draft
 
 

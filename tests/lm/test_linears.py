@@ -54,3 +54,5 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
         load_model(replace(SOURCE, dtype="bfloat16", packed=True))
     with pytest.raises(ValueError, match=message):
         loaded(replace(written(tmp_path, "eagle3"), dtype="bfloat16", packed=True))
+    with pytest.raises(ValueError, match=r"packed is set for .*without quantization"):
+        loaded(replace(written(tmp_path, "eagle3"), dtype="float32", quantization="8bit", packed=True))
