@@ -42,11 +42,14 @@ _FEWEST = 10
 _MOST_HELD_OUT = 100
 _MOST_TRAIN = 4000
 _REPEATED = ("rows", "response_tokens", "disk", "time", "train", "evaluate", "together", "warning", "note")
-"""What the lines of `plan` that the YAML repeats are about. It has no memory table, only its warnings; and no warning
-about shards, which `init` follows.
+"""What the lines of `plan` that the YAML repeats are about. It has no memory table, only its warnings; and no
+warning about shards, which `init` follows.
 """
-_SAMPLE = 32
-"""Number of sample prompts to time, at most half a minute."""
+_SAMPLE = 32  # prompts to time, at most half a minute
+_NO_BFLOAT16 = (
+    "note: this CPU has no bfloat16 arithmetic; with `dtype: float32, packed: true` for target and draft (4 "
+    "bytes per weight) verifying a few tokens takes little longer than one, without it a draft seldom pays"
+)
 _FLOPS_PER_WEIGHT = 6
 _OVER_PRODUCTS = 4.0
 """Operations per weight and token in a training step, and the time of a step relative to its matrix products
@@ -75,6 +78,8 @@ def init(
         raise ValueError(f"{path} already exists; choose another --out, or pass --force to replace it")
     target_source = schema.ModelSource(path=target)
     sampling, notes = default_sampling(target_source, {"temperature": temperature, "top_p": top_p, "top_k": top_k})
+    if torch.backends.cpu.get_cpu_capability() == "AVX2" and not torch.cuda.is_available():
+        notes.append(_NO_BFLOAT16)
     pair = schema.PairConfig(target=target_source, draft=schema.ModelSource(path=draft), sampling=sampling)
     source = schema.PromptSource(path=prompts, columns={"prompt": column} if column else {})
     text = _experiment_file(pair, source, path, notes=notes, allow_large_draft=allow_large_draft)
@@ -121,9 +126,7 @@ def _experiment(
     if num_prompts < _FEWEST:
         repeats = f" ({num_records - num_prompts} of {num_records} repeat another)" if num_prompts < num_records else ""
         raise ValueError(f"{source.path} has {num_prompts} different prompts{repeats}; give at least {_FEWEST}")
-    num_for_verdict = min(MIN_PROMPTS, num_prompts // 4)
-    num_held_out = max(num_for_verdict, min(_MOST_HELD_OUT, num_prompts // 10))
-    has_template = load_pair_tokenizer(pair).chat_template is not None
+    num_held_out = max(min(MIN_PROMPTS, num_prompts // 4), min(_MOST_HELD_OUT, num_prompts // 10))
     # the longest text is a prompt, a response and a draft beyond it
     limits = (limit_of(source) or 2**31 for source in (pair.target, pair.draft))
     num_positions = min(limits) - schema.DecodeConfig.max_draft_length
@@ -131,7 +134,7 @@ def _experiment(
     data = schema.DataConfig(
         dir=f"data/{name}",
         prompts=source,
-        template="chat" if has_template else "plain",
+        template="plain" if load_pair_tokenizer(pair).chat_template is None else "chat",
         num_train=_MOST_TRAIN if num_prompts - 2 * num_held_out > _MOST_TRAIN else None,
         num_dev=num_held_out,
         num_test=num_held_out,
@@ -172,12 +175,8 @@ def _yaml(config: schema.Config, *, num_prompts: int, takes: list[str], path: Pa
     sampling = ", ".join(f"{name}: {str(value).removesuffix('.0')}" for name, value in values.items())
     num_train = "null" if data.num_train is None else data.num_train
     note = "all prompts that dev and test leave" if data.num_train is None else f"null: use all {num_prompts:,}"
-    changed = [
-        name
-        for name in ("max_prompt_tokens", "rows_per_shard")
-        if getattr(data, name) != getattr(schema.DataConfig, name)
-    ]
-    others = "".join(f", {name}: {getattr(data, name)}" for name in changed)
+    sizes = {name: getattr(data, name) for name in ("max_prompt_tokens", "rows_per_shard")}
+    others = "".join(f", {name}: {size}" for name, size in sizes.items() if size != getattr(schema.DataConfig, name))
     lines = [
         f"# acceptance-heads all --config {quote(str(path))}: data, training, export, evaluation, threshold.",
         f"# {num_prompts:,} prompts; estimated size and time (`acceptance-heads plan --config {quote(str(path))}`):",
@@ -243,10 +242,9 @@ def head_weights(config: schema.Config) -> int:
 def training_s(config: schema.Config, totals: dict[str, Any], num_weights: int) -> float:
     """Estimated seconds of training, from the speed of matrix products on this machine."""
     data = config.data
-    heads = config.heads
     width = 256
     num_train = totals["rows"] if data.num_train is None else min(totals["rows"], data.num_train)
-    num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, heads.batch_size)
+    num_epochs = config.trainer.get("max_epochs") or epochs_of(num_train, config.heads.batch_size)
     tokens = totals["response_tokens"] / max(1, totals["rows"]) * num_train
     matrix = torch.ones(width, width)
     product_s = min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))

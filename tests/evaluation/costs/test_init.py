@@ -34,8 +34,8 @@ def prompts(count: int, field: str = "prompt", *, num_repeats: int = 0) -> str:
 
 def changed(source: str, path: Path, **settings: object) -> str:
     """A copy of a model with other entries of generation_config.json, or of config.json."""
-    name = "config.json" if "num_hidden_layers" in settings else "generation_config.json"
-    file = Path(shutil.copytree(source, path), name)
+    is_of_model = settings.keys() & {"max_position_embeddings", "vocab_size"}
+    file = Path(shutil.copytree(source, path), "config.json" if is_of_model else "generation_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return str(path)
 
@@ -71,17 +71,12 @@ def test_a_yaml_of_any_name_is_read_as_it_was_meant(name, capsys):
     assert (config.data.dir, config.decode.dir) == (f"data/{name}", f"data/{name}/decode")
     assert config.heads.dir == f"checkpoints/runs/{name}"
     shown = capsys.readouterr().out
-    command = shown.rsplit("next: ", 1)[1].strip()
-    assert shlex.split(command) == ["acceptance-heads", "all", "--config", f"{name}.yaml"]
+    assert shlex.split(shown.rsplit("next: ", 1)[1]) == ["acceptance-heads", "all", "--config", f"{name}.yaml"]
     assert "one prompt as the models read it" in shown
 
 
 def test_texts_fit_the_positions_of_short_models(tmp_path):
-    pair = {}
-    for name, source in PAIR.items():
-        pair[name] = str(shutil.copytree(source, tmp_path / name))
-        path = tmp_path / name / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 256}))
+    pair = {name: changed(path, tmp_path / name, max_position_embeddings=256) for name, path in PAIR.items()}
     config = parsed(init(**pair, prompts=prompts(20)))
     check_lengths(config.pair, config.data)
     assert config.data.max_new_tokens == config.decode.max_new_tokens
@@ -156,6 +151,14 @@ def test_sampling_is_that_of_the_generation_config_and_init_says_so(of_file, fla
     assert ("generation_config.json" in shown) == bool(lines)
 
 
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+def test_the_yaml_names_the_setting_for_cpus_without_bfloat16_arithmetic(capability, monkeypatch, capsys):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = init(**PAIR, prompts=prompts(20)).read_text()
+    assert ("#   note: this CPU has no bfloat16 arithmetic" in text) == (capability == "AVX2")
+
+
 def test_a_generation_config_that_cannot_be_read_is_refused_by_name(tmp_path):
     target = changed(PAIR["target"], tmp_path / "target")
     Path(target, "generation_config.json").write_text("{")
@@ -206,10 +209,7 @@ def test_what_init_cannot_do_is_refused():
 
 
 def test_a_draft_without_logits_for_all_tokens_is_refused_before_a_yaml_is_written(tmp_path: Path):
-    draft = shutil.copytree(PAIR["draft"], tmp_path / "narrow")
-    path = draft / "config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"vocab_size": 100}))
+    draft = changed(PAIR["draft"], tmp_path / "narrow-draft", vocab_size=100)
     with pytest.raises(ValueError, match=r"draft has logits for 100 ids and \d+ are in use; resize its embeddings"):
-        init(target=PAIR["target"], draft=str(draft), prompts=prompts(20), out="narrow.yaml")
+        init(**PAIR | {"draft": draft}, prompts=prompts(20), out="narrow.yaml")
     assert not Path("narrow.yaml").exists()
