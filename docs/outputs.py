@@ -129,7 +129,8 @@ def _read(terminal: int) -> Iterator[bytes]:
 def filled(quoted: str, output: str) -> str:
     """The quoted lines as `output` has them; ValueError for a part whose form is not there."""
     result, position = "", 0
-    output = re.sub(r", rows_per_shard: \d+", "", output)  # `init` writes it where the data takes long
+    # `init` writes these where the data takes long, and on a CPU without bfloat16 arithmetic
+    output = re.sub(r", rows_per_shard: \d+|^#   note: .*\n(?:#     .*\n)*", "", output, flags=re.MULTILINE)
     for part in re.split(r"^(…\n|│.*\n)", quoted, flags=re.MULTILINE):
         if not part.strip() or part == "…\n":
             result += part
