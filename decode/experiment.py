@@ -22,11 +22,11 @@ from data_gen.prompts.sets import Split, is_generated, load_prompts, set_name, s
 from data_gen.prompts.templates import RefusedPromptError, encode
 from data_gen.store.manifest import describe_model, read_manifest
 from decode.policies.base import Policy
-from decode.policies.recommended import best_head, heads_for, read_verdict
+from decode.policies.recommended import best_head, read_verdict
 from decode.policies.registry import policy_of, read_spec
-from heads.model.files import exported_heads, note_on_earlier
+from heads.model.files import exported_heads, local_directory, note_on_earlier, read_head_config
 from heads.model.fits import check_fits
-from heads.model.head import AcceptanceHead
+from heads.model.head import AcceptanceHead, Provenance
 from lm import Sampling
 from lm.features.released import released_layout_of
 from lm.folders import num_weights_in
@@ -312,17 +312,22 @@ class Experiment:
         """A head, checked against the models that it serves; `name` is for messages."""
         head = AcceptanceHead.from_pretrained(path)
         if not self.decode.allow_foreign_heads:
-            # a head without a record needs no description of models, which may be on the hub
-            draft = self._compared(drafting) if head.provenance.draft else None
-            target = self._compared(verifying) if head.provenance.target else None
-            check_fits(head, name or path, draft=draft, target=target, sampling=self.sampling.as_dict())
+            self._check_fits(head.provenance, name or path, drafting, verifying)
         return head
+
+    def _check_fits(
+        self, trained: Provenance, name: str, drafting: Level = "draft", verifying: Level = "target"
+    ) -> None:
+        # a head without a record needs no description of models, which may be on the hub
+        draft = self._compared(drafting) if trained.draft else None
+        target = self._compared(verifying) if trained.target else None
+        check_fits(trained, name, draft=draft, target=target, sampling=self.sampling.as_dict())
 
     def policy(self, spec: str) -> Policy:
         """The policy of a spec (`decode.policies.registry`); `head` and `auto` without a path use the best head."""
         name, parameters = read_spec(spec)
         if name == "head" and "head" not in parameters:
-            if (best := best_head(self._heads_of_sampling or self.head_paths)) is None:
+            if (best := best_head(self._fitting_heads or self.head_paths)) is None:
                 raise FileNotFoundError(
                     f"policy {spec!r} needs a head, and there is none in {self.exported}; run `acceptance-heads "
                     "export`, or give one: head:PATH"
@@ -337,21 +342,27 @@ class Experiment:
         verdict = read_verdict(self.directory, self.head_paths)
         if verdict is not None and verdict["of"] == self.identity:
             return verdict["policy"], f"{verdict['sentence']} It is {verdict['speed']}"
-        if (best := best_head(self._heads_of_sampling)) is not None:
+        if (best := best_head(self._fitting_heads)) is not None:
             _, _, reason = best
             return "head", f"head {reason}"
         if self.head_paths:
-            reason = f"no head was trained for this sampling ({self.sampling.text})"
+            reason = f"no head was trained for this sampling ({self.sampling.text}) and these models"
         else:
             reason = f"no head in {self.exported} (`acceptance-heads train` and `export` make them)"
         return TRAINING_FREE, f"{TRAINING_FREE}, which needs no training: {reason}"
 
     @property
-    def _heads_of_sampling(self) -> dict[str, str]:
-        """Heads that may decode under the sampling of this run: name -> path."""
+    def _fitting_heads(self) -> dict[str, str]:
+        """Heads that may decode in this run: name -> path. Only config.json is read."""
         if self.decode.allow_foreign_heads:
             return self.head_paths
-        return heads_for(self.head_paths, self.sampling.as_dict())
+        fitting = {}
+        for name, path in self.head_paths.items():
+            trained = Provenance.from_dict(read_head_config(Path(local_directory(path), "config.json")))
+            with suppress(ValueError):
+                self._check_fits(trained, name)
+                fitting[name] = path
+        return fitting
 
     def _compared(self, level: Level) -> Mapping[str, object]:
         return {"role": f"pair.{level}", "path": getattr(self.models, level).path, **self.described(level)}

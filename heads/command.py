@@ -295,7 +295,7 @@ def _export_dspark(heads: dict[str, AcceptanceHead], pair: PairConfig, out: Path
     if not source.is_dir():
         source = downloaded(pair.draft.path, kind="draft", revision=pair.draft.revision)
     remedy = "set pair.draft to the draft that the head was trained for"
-    check_fits(head, name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
+    check_fits(head.provenance, name, draft={"role": "pair.draft", **describe_model(pair.draft)}, remedy=remedy)
     path = write_confidence_head(head, name, source=source, out=out)
     print(f"wrote {path}: a copy of {source} with the head {name} as its confidence head; {path / CARD} describes it")
     return path

@@ -118,7 +118,7 @@ class Policies:
         for head in policy.heads:
             name = next((name for name, known in self.heads.items() if known is head), "of the policy")
             try:
-                check_fits(head, name, sampling=sampling.as_dict(), remedy=_SERVED)
+                check_fits(head.provenance, name, sampling=sampling.as_dict(), remedy=_SERVED)
             except ValueError as error:
                 self._warn(f"{KEY}: {error}")
         return policy
@@ -150,7 +150,7 @@ class Policies:
                 trained = {"draft": head.provenance.draft, "target": head.provenance.target}
                 models = {role: self._models[role]() for role, is_named in trained.items() if is_named}
                 remedy = f"use a head that was trained for these models, or set {KEY}.allow_foreign_heads to true"
-                check_fits(head, name, draft=models.get("draft"), target=models.get("target"), remedy=remedy)
+                check_fits(head.provenance, name, draft=models.get("draft"), target=models.get("target"), remedy=remedy)
             self.heads[name] = head
         return self.heads[name]
 

@@ -303,7 +303,7 @@ def _check_heads(policy: Policy, draft: Drafting, target: PreTrainedModel, confi
             if model not in _DESCRIPTIONS:
                 _DESCRIPTIONS[model] = description_of(model)
         check_fits(
-            head,
+            head.provenance,
             f"of the policy ({head.timing}-time)",
             draft=_DESCRIPTIONS[drafting],
             target=_DESCRIPTIONS[target],

@@ -31,16 +31,6 @@ def read_verdict(directory: Path, heads: Mapping[str, str]) -> dict[str, Any] | 
     return verdict if is_newest and has_head and verdict["policy"] is not None else None
 
 
-def heads_for(heads: Mapping[str, str], sampling: Mapping[str, object]) -> dict[str, str]:
-    """The heads that were trained for this sampling, or whose sampling is unknown; only config.json is read."""
-    fitting = {}
-    for name, path in heads.items():
-        trained = read_head_config(Path(local_directory(path)) / "config.json").get("sampling") or sampling
-        if all(trained.get(key) == value for key, value in sampling.items()):
-            fitting[name] = path
-    return fitting
-
-
 def one_head(path: str | Path) -> str | Path:
     """The path of a head as it is; for a folder of exported heads, that of `best_head`."""
     folder = Path(path)

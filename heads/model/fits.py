@@ -13,7 +13,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from configs.schema import ModelSource
 from data_gen.store.manifest import describe_model, same_model
-from heads.model.head import AcceptanceHead
+from heads.model.head import Provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ _REMEDY = "use a head that was trained for this run, or set decode.allow_foreign
 
 
 def check_fits(
-    head: AcceptanceHead,
+    trained: Provenance,
     name: str,
     *,
     draft: Mapping[str, Any] | None = None,
@@ -37,7 +37,6 @@ def check_fits(
     Messages call the head `name` and end in `remedy`. Models are described by `describe_model` or `description_of`, and
     messages name them by `role` (such as pair.draft) if that is added; `sampling` has temperature, top_k and top_p.
     """
-    trained = head.provenance
     for role, old, new in (("the draft", trained.draft, draft), ("the target", trained.target, target)):
         if new is not None and _differ(old, new):
             names = [str(facts.get("path") or facts.get("name") or "another model") for facts in (old, new)]

@@ -47,10 +47,7 @@ FOUND = "data/x: 96 rows in 2 shards\n│ oracle │ 655 (64, 66) │  +4 % │\
     [
         ("data/x: 1,024 rows in 3 shards\n", "data/x: 96 rows in 2 shards\n"),
         ("│ oracle │ 7 (6, 8) │ -12.5 % │\n", "│ oracle │ 655 (64, 66) │  +4 % │\n"),
-        (
-            "data/x: 1 rows\n…\nUse head fed-d0-w1.\n",
-            "data/x: 96 rows\n…\nUse fixed length 4: no head is\nfaster.\n",
-        ),
+        ("data/x: 1 rows\n…\nUse head a.\n", "data/x: 96 rows\n…\nUse fixed length 4: no head is\nfaster.\n"),
         ("  in 9 shards\n", "  in 2 shards\n"),
         ("data/x: 1 rows in 3 files\n", None),
         ("│ oracle │ 7 (6, 8) │\n│ oracle │\n", None),

@@ -46,6 +46,9 @@ def test_untuned_heads_go_by_their_loss_at_a_calibrated_risk(exported):
         here.policy("auto")
     with pytest.raises(ValueError, match="no recommended threshold"):
         HeadPolicy.from_pretrained(exported / "b")
+    for name, left in (("b", "head a (least calibrated KL of 1)"), ("a", "cumulative_token_prob, which needs no")):
+        update_config(exported / name, draft={"path": "another", "weights": "b" * 64})
+        assert experiment(exported).default_policy[1].startswith(left)
 
 
 def test_heads_of_several_timings_are_compared_by_their_part_of_the_signals_kl_and_older_ones_come_last():

@@ -271,12 +271,12 @@ FITTING += [{"path": name, "name": name, "revision": None} for name in ("org/dra
 def test_a_head_of_another_model_or_sampling_is_refused_with_both_named_and_what_is_unknown_passes(role):
     for trained, current, message in REFUSED:
         with pytest.raises(ValueError, match=message.replace("ROLE", role)):
-            check_fits(head(**{role: trained}), "h", **{role: current})
+            check_fits(head(**{role: trained}).provenance, "h", **{role: current})
     with pytest.raises(ValueError, match=r"'temperature': 1\.0.*'temperature': 0\.5"):
-        check_fits(head(sampling=WARM), "h", sampling=WARM | {"temperature": 0.5})
+        check_fits(head(sampling=WARM).provenance, "h", sampling=WARM | {"temperature": 0.5})
     for same in FITTING:
-        check_fits(head(**{role: same}), "h", **{role: MODEL}, sampling=WARM)
-    check_fits(head(**{role: ON_HUB}, sampling=WARM), "h", **{role: ON_HUB}, sampling=WARM)
+        check_fits(head(**{role: same}).provenance, "h", **{role: MODEL}, sampling=WARM)
+    check_fits(head(**{role: ON_HUB}, sampling=WARM).provenance, "h", **{role: ON_HUB}, sampling=WARM)
 
 
 @pytest.mark.parametrize(("commits", "known"), [("", None), ("a", "a"), ("ab", None)])
@@ -292,7 +292,7 @@ def test_a_hub_model_in_memory_is_known_by_the_only_commit_in_the_cache(commits,
     assert description_of(made) == expected
     if known:
         with pytest.raises(ValueError, match=r"was trained with org/name \(commit another\)"):
-            check_fits(head(draft=expected | {"commit": "another"}), "h", draft=description_of(made))
+            check_fits(head(draft=expected | {"commit": "another"}).provenance, "h", draft=description_of(made))
 
 
 def test_a_model_in_memory_is_known_by_the_directory_that_it_came_from(tmp_path):
@@ -302,8 +302,8 @@ def test_a_model_in_memory_is_known_by_the_directory_that_it_came_from(tmp_path)
     made.save_pretrained(tmp_path)
     loaded = description_of(LlamaForCausalLM.from_pretrained(tmp_path))
     trained = head(draft=loaded)
-    check_fits(trained, "h", draft=loaded)
+    check_fits(trained.provenance, "h", draft=loaded)
     made.lm_head.weight.data += 1
     made.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="weights"):
-        check_fits(trained, "h", draft=description_of(LlamaForCausalLM.from_pretrained(tmp_path)))
+        check_fits(trained.provenance, "h", draft=description_of(LlamaForCausalLM.from_pretrained(tmp_path)))
