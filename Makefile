@@ -46,7 +46,7 @@ smollm2: $(INSTALLED) ## a published model, SmolLM2-135M: an answer in colour, a
 test: $(INSTALLED) ## the fast tests, every law among them (five minutes; so does a bare `pytest`)
 	$(RUN) -m pytest -n 2 --dist worksteal
 
-test-all: $(INSTALLED) ## every test, with types and shapes checked at every call: what CI runs (a quarter of an hour)
+test-all: $(INSTALLED) ## every test, with types and shapes checked at every call: what CI runs (the better part of an hour)
 	$(RUN) -m pytest -n 2 --dist worksteal -m '' $(CHECKED)
 
 check: $(INSTALLED) ## ruff, formatting, types, the fast tests

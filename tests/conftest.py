@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub, and without a network each request is tried for a minute
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # of commands: threads that spin are half the time of two at once
 torch.set_num_threads(1)  # models here are toys: a second thread only costs them
 gc.disable()  # until everything is imported: all of that stays
 
@@ -59,3 +60,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     if is_skip and os.environ.get("CI") == "true" and "GPU" not in str(report.longrepr):
         report.outcome, report.longrepr = "failed", f"in CI nothing may be skipped: {report.longrepr}"
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is printed at once: a run that is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2000:]}", flush=True)

@@ -87,6 +87,10 @@ def is_locked(lock: Path) -> Callable[[], bool]:
     return lambda: lock.is_file() and "{" in lock.read_text()
 
 
+def is_after_a_turn(lock_of_rank: Path) -> Callable[[], bool]:
+    return lambda: is_locked(lock_of_rank)() and not (lock_of_rank.parent / LOCK).exists()
+
+
 def first_turn(config: Config, share: Share) -> Callable[[], None]:
     """The work of a process that has had its first turn, and never ends."""
 
@@ -101,15 +105,14 @@ def first_turn(config: Config, share: Share) -> Callable[[], None]:
 
 def test_whoever_cuts_the_run_otherwise_is_refused_while_a_rank_is_at_work(toy_config):
     """Rank 1 of 3 has had its first turn."""
-    directory = Path(toy_config.data.dir)
-    lock = directory / f"{LOCK}-1-of-3-8-0-4"
-    with meanwhile(first_turn(toy_config, Share(1, 3)), until=is_locked(lock)) as pid:
-        before = sorted(path.name for path in directory.iterdir())
+    lock = Path(toy_config.data.dir) / f"{LOCK}-1-of-3-8-0-4"
+    with meanwhile(first_turn(toy_config, Share(1, 3)), until=is_after_a_turn(lock)) as pid:
+        before = sorted(path.name for path in lock.parent.iterdir())
         in_use = rf"data is in use by rank 1, process {pid} on \S+ since 20.* 3, 8, 0, 4 instead of [12], 8, 0, 4; wait"
         for flags in ({}, {"rank": 0, "world_size": 1}, {"rank": 0, "world_size": 2}):
             with pytest.raises(ValueError, match=in_use):
                 make(toy_config, **flags)
-            assert sorted(path.name for path in directory.iterdir()) == before
+            assert sorted(path.name for path in lock.parent.iterdir()) == before
         with pytest.raises(ValueError, match=rf"data is in use by process {pid} "):
             make(toy_config, rank=1, world_size=3)
         with pytest.raises(ValueError, match=r"rank 1, .* 3, 8, 0, 4 instead of 3, 6, 0, 4; wait"):
@@ -146,7 +149,7 @@ def test_of_ranks_that_end_at_once_exactly_the_last_accounts(toy_config):
 
 def test_the_lock_of_a_rank_that_was_killed_is_cleared_by_whoever_looks(toy_config):
     lock = Path(toy_config.data.dir) / f"{LOCK}-5-of-6-8-0-4"
-    with meanwhile(first_turn(toy_config, Share(5, 6)), until=is_locked(lock)) as pid:
+    with meanwhile(first_turn(toy_config, Share(5, 6)), until=is_after_a_turn(lock)) as pid:
         assert f"process {pid} on " in holder_of(lock)
         os.kill(pid, signal.SIGKILL)
     assert lock.is_file()

@@ -156,10 +156,7 @@ def test_no_text_is_in_two_splits(tmp_path, capsys):
                 "ignoring the column passage; to use one",
             ],
         ),
-        (
-            {"turns": ["u"], "prompt": "u", "question": "v", "reference": ["r"]},
-            ["turns, not from prompt, question"],
-        ),
+        ({"turns": ["u"], "prompt": "u", "question": "v", "reference": ["r"]}, ["turns, not from prompt, question"]),
         ({"messages": None, "question": "u", "notes": "n"}, ["ignoring the column notes; to use one, map it"]),
         # neither is a column of replies offered, nor one that includes the reply, as Alpaca's text
         ({"instruction": "u", "text": "### u\n### x", "output": "x", "modelAnswer": "x"}, []),

@@ -62,9 +62,7 @@ def test_a_gain_is_that_of_totals_over_the_fastest_rival_of_its_kind_and_its_int
 
 
 ON_DEV = {"fixed_length": 5.0, "entropy": 6.0, "max_prob": 7.0}
-ON_DEV_SLOWER = cell_of(
-    *((entry, runs, ON_DEV.get(entry.family)) for entry, runs, _ in (*OURS, *THEIRS)),
-)
+ON_DEV_SLOWER = cell_of(*((entry, runs, ON_DEV.get(entry.family)) for entry, runs, _ in (*OURS, *THEIRS)))
 VERDICTS = {
     "dev chose what is slower on test": (ON_DEV_SLOWER, "dev chose largest probability: -"),
     "named policies": (CELL, "fastest of the named policies on these prompts: entropy (SVIP): +"),

@@ -136,10 +136,7 @@ def test_resampled_dev_sets_choose_the_head_that_one_computes_with_every_resampl
     assert head_shares(arms[:1], TIMES) == {}
 
 
-@pytest.mark.parametrize(
-    ("times_error", "undecided"),
-    [(0.0, None), (0.05, None), (0.2, HEADS)],
-)
+@pytest.mark.parametrize(("times_error", "undecided"), [(0.0, None), (0.05, None), (0.2, HEADS)])
 def test_no_verdict_is_given_where_the_error_of_the_times_decides_it(times_error, undecided):
     contest = contest_at({BASELINE: 100, PRODUCT: 105, "head_drawn": 125})
     for name in ("head_drawn", PRODUCT):

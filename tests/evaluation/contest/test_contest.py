@@ -101,9 +101,7 @@ def test_auto_is_never_slower_than_the_target_alone_and_near_the_best_threshold_
         assert counts.num_drafted.sum() < 0.25 * counts.num_target.sum()
 
 
-def test_the_rule_has_the_head_and_the_form_that_dev_chooses_and_a_prefix_head_pays_a_forward_more(
-    splits,
-):
+def test_the_rule_has_the_head_and_the_form_that_dev_chooses_and_a_prefix_head_pays_a_forward_more(splits):
     torch.manual_seed(0)
     heads = {timing: AcceptanceHead(16, 1, timing, True).eval() for timing in ("fed", "drawn", "prefix")}
     own = {"fixed_length": {"k": [2]}, "head": {"max_rejection_prob": LOGISTIC}}
